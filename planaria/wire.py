@@ -230,6 +230,7 @@ class ProcessInfo(msgspec.Struct, frozen=True):
     uptime: float | None = None
     engine: int | None = None
     kind: str = ""  # of an engine, where there are two: prefill or decode
+    model: str = ""  # whose it is, of a server of several
 
 
 class Leaving(msgspec.Struct, frozen=True, array_like=True, tag="leaving"):

@@ -84,13 +84,19 @@ def root(
 @functools.partial(engine_command, serves=True)
 @body("serve")
 def serve(
-    model: Model,
+    model: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL...",
+            help="A Hugging Face folder, a .gguf file, a hub id, or the alias smollm2; several behind one port.",
+        ),
+    ],
     skip_tokenizer_init: NoTokenizer = False,
     log_level: LogLevel = None,
     log_format: LogFormat = None,
     verbose: Verbose = False,
 ) -> None:
-    """Serve MODEL through the OpenAI API."""
+    """Serve MODEL, or several, through the OpenAI API."""
 
 
 @app.command(cls=EngineCommand)
@@ -235,6 +241,7 @@ def scale(
     prefill: Annotated[int | None, typer.Option(min=1, help="Engines for prompts to have, of two kinds.")] = None,
     decode: Annotated[int | None, typer.Option(min=1, help="Engines that go on from there to have.")] = None,
     url: Url = None,
+    model: Annotated[str | None, typer.Option(help="Whose engines, of a server of several models.")] = None,
     id: Annotated[
         str | None, typer.Option("--id", help="Of the change: given again, it is not done twice; default: drawn.")
     ] = None,

@@ -43,7 +43,12 @@ def engine_command(function: Callable[..., None], *, agents: bool = True, serves
         engine = parts["engine"]
         pod = engine["enable_expert_parallel"] and (engine["data_parallel_rank"] or engine["data_parallel_start_rank"])
         if agents and (engine["headless"] or pod or (engine["nnodes"] > 1 and engine["node_rank"] > 0)):
-            _be_agent(values["model"], engine, values.get("log_level"), parts.get("server"))
+            model = values["model"]
+            if isinstance(model, list):
+                if len(model) > 1:
+                    raise ConfigError("MODEL", " ".join(model), "are several models, which one node serves", "give one")
+                model = model[0]
+            _be_agent(model, engine, values.get("log_level"), parts.get("server"))
         function(**values, **parts)
 
     own = inspect.signature(function, eval_str=True)

@@ -43,7 +43,8 @@ def run(port: int | None, url: str | None, admin_key: str | None, as_json: bool)
         print(f"planaria: {failure}", file=sys.stderr)
     if as_json:
         write_json([
-            {"port": server.port, "model": said.model, **msgspec.structs.asdict(row), "kind": row.kind or said.kind}
+            {"port": server.port, **msgspec.structs.asdict(row), "model": row.model or said.model,
+             "kind": row.kind or said.kind}
             for server, said in found for row in said.processes
         ])  # fmt: skip
         return
@@ -54,11 +55,14 @@ def run(port: int | None, url: str | None, admin_key: str | None, as_json: bool)
 def _table(server: AdminAddress, said: Listing) -> Table:
     up = _time(next((row.uptime for row in said.processes if row.role == "server"), None))
     heading = f"{server.host}:{server.port}  {said.model}  {said.kind or 'not ready'}  up {up}"
-    columns = ("PORT", "ROLE", "ENGINE", "RANK", "COORDINATES", "PID", "NODE", "EPOCH", "STATE", "UPTIME", "RESIDENT")
-    table = Table(*columns, title=heading, title_justify="left", title_style="bold", box=None)
+    several = any(row.model for row in said.processes)
+    columns = ("ENGINE", "RANK", "COORDINATES", "PID", "NODE", "EPOCH", "STATE", "UPTIME", "RESIDENT")
+    first = ("PORT", "ROLE", "MODEL") if several else ("PORT", "ROLE")
+    table = Table(*first, *columns, title=heading, title_justify="left", title_style="bold", box=None)
     for row in said.processes:
         table.add_row(
-            str(server.port), f"{row.role} ({row.kind})" if row.kind else row.role, _text(row.engine), _text(row.rank),
+            str(server.port), f"{row.role} ({row.kind})" if row.kind else row.role,
+            *([row.model or "-"] if several else []), _text(row.engine), _text(row.rank),
             " ".join(f"{axis}={number}" for axis, number in row.coordinates.items()) or "-", str(row.pid), row.node,
             _text(row.epoch), row.state, _time(row.uptime), f"{row.resident / 2**20:,.0f} MiB",
         )  # fmt: skip

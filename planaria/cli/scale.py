@@ -8,6 +8,7 @@ import threading
 import uuid
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
@@ -21,7 +22,7 @@ LONGEST = 3600.0  # seconds for the engines to come up, beside the time that req
 
 def run(
     dp: int | None, tp: int | None, pp: int | None, prefill: int | None, decode: int | None, url: str | None,
-    id: str | None, drain_timeout: float, admin_key: str | None, as_json: bool,
+    model: str | None, id: str | None, drain_timeout: float, admin_key: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Have `dp` engines or lanes, or so many of two kinds, or every engine's ranks in another layout. Returns when it
     is committed. Raises UserError when it is refused, PlanariaError when it was rolled back."""
@@ -38,16 +39,18 @@ def run(
     if layout and dp is not None:
         raise ConfigError("--dp", dp, "and a layout (--tp, --pp) are two changes", "give one of them at a time")
     server = server_at(url)
+    of = "" if model is None else f"?model={quote(model, safe='')}"
     if not layout:
-        _resize(server, dp or 0, prefill, id or uuid.uuid4().hex[:8], drain_timeout, admin_key, as_json)
+        _resize(server, of, dp or 0, prefill, id or uuid.uuid4().hex[:8], drain_timeout, admin_key, as_json)
         return
     degrees = (1 if degree is None else degree for degree in (tp, pp))
     body = dict(zip(("tensor_parallel_size", "pipeline_parallel_size"), degrees, strict=True))
-    _show(server, *server.call("POST", "/admin/layout", admin_key, body, timeout=LONGEST), _layouts, as_json)
+    _show(server, *server.call("POST", f"/admin/layout{of}", admin_key, body, timeout=LONGEST), _layouts, as_json)
 
 
 def _resize(
-    server: AdminAddress, size: int, prefill: int | None, id: str, drain_timeout: float, key: str | None, as_json: bool
+    server: AdminAddress, of: str, size: int, prefill: int | None, id: str, drain_timeout: float, key: str | None,
+    as_json: bool,
 ) -> None:  # fmt: skip
     answer: list[tuple[int, bytes] | PlanariaError] = []
     body: dict[str, object] = {"new_data_parallel_size": size, "drain_timeout": drain_timeout, "id": id}
@@ -55,7 +58,7 @@ def _resize(
 
     def ask() -> None:
         try:
-            answer.append(server.call("POST", "/scale_elastic_ep", key, body, timeout=LONGEST + drain_timeout))
+            answer.append(server.call("POST", f"/scale_elastic_ep{of}", key, body, timeout=LONGEST + drain_timeout))
         except PlanariaError as e:
             answer.append(e)
 
@@ -64,7 +67,7 @@ def _resize(
     phase = ""
     while asking.is_alive():
         asking.join(LOOK)
-        now = _phase(server, key, id) if asking.is_alive() and not as_json and console.is_terminal else ""
+        now = _phase(server, of, key, id) if asking.is_alive() and not as_json and console.is_terminal else ""
         if now and now != phase:
             console.print(f"{now} ...")
             phase = now
@@ -99,10 +102,10 @@ def _resized(value: dict[str, Any]) -> str:
     )
 
 
-def _phase(server: AdminAddress, key: str | None, id: str) -> str:
+def _phase(server: AdminAddress, of: str, key: str | None, id: str) -> str:
     """What a resize is about."""
     try:
-        found = server.get("/admin/fleet", key, dict[str, Any])[1]["resizes"]
+        found = server.get(f"/admin/fleet{of}", key, dict[str, Any])[1]["resizes"]
         return next((str(resize["phase"]) for resize in found if resize["id"] == id), "")
     except (PlanariaError, KeyError, TypeError):
         return ""

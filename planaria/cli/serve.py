@@ -26,6 +26,7 @@ from planaria.config.parallel import refuse_outer_launcher
 from planaria.config.resolve import resolve
 from planaria.env import admin_key, api_keys, ray_settings
 from planaria.env import log_level as default_level
+from planaria.errors import ConfigError
 from planaria.logs import as_json, setup_logging
 from planaria.processes import set_title
 from planaria.server.config import ServerConfig
@@ -45,20 +46,43 @@ BEGUN = 0.05  # seconds, at most, until engines' processes are about to start
 
 
 def run(
-    model: str, engine: dict[str, Any], server: dict[str, Any], skip_tokenizer_init: bool, log_level: str | None,
+    model: list[str], engine: dict[str, Any], server: dict[str, Any], skip_tokenizer_init: bool, log_level: str | None,
     log_format: str | None, verbose: bool,
 ) -> None:  # fmt: skip
     """Exit code: see planaria.server.serve.serve; 2 for a refused option or model, 1 if it can't start."""
     started = time.monotonic()
     if log_level or log_format or verbose:
         setup_logging(log_level or ("debug" if verbose else default_level()), log_format)
-    names = server["served_model_names"] or (name_of(model),)
     server |= {
-        "served_model_names": names, "api_keys": server["api_keys"] or api_keys(),
-        "admin_key": server["admin_key"] or admin_key(), "cors_origins": server["cors_origins"] or (),
-        "lora_modules": server["lora_modules"] or (),
+        "api_keys": server["api_keys"] or api_keys(), "admin_key": server["admin_key"] or admin_key(),
+        "cors_origins": server["cors_origins"] or (), "lora_modules": server["lora_modules"] or (),
     }  # fmt: skip
-    config = resolve(engine_options(model, engine, served_model_name=names[0], skip_tokenizer_init=skip_tokenizer_init))
+    if len(model) > 1:
+        from planaria.cli.serve_several import run_several
+
+        code = run_several(model, engine, server, skip_tokenizer_init, started)
+    else:
+        for name in ("max_loaded", "host_memory", "unload_after"):
+            flag, value = "--" + name.replace("_", "-"), server[name]
+            if value is not None:
+                raise ConfigError(flag, value, "is for several models, and there is one", "leave it out")
+        names = server["served_model_names"] or (name_of(model[0]),)
+        config, settings = configured(model[0], names, engine, server, skip_tokenizer_init)
+        raise_descriptor_limit()
+        planned = None
+        if config.parallel.distributed_executor_backend in ("uni", "mp"):
+            planned = plan_shown(config)
+        code = asyncio.run(_serve(config, settings, started, skip_tokenizer_init, planned))
+    if code:
+        raise typer.Exit(code)
+
+
+def configured(
+    model: str, names: tuple[str, ...], engine: dict[str, Any], server: dict[str, Any], skip_tokenizer_init: bool
+) -> tuple[EngineConfig, ServerConfig]:
+    """Of one model. Raises UserError."""
+    options = engine_options(model, engine, served_model_name=names[0], skip_tokenizer_init=skip_tokenizer_init)
+    config = resolve(options)
     refuse_outer_launcher(config.parallel, "planaria serve")
     settings = ServerConfig(
         model=model,
@@ -72,18 +96,18 @@ def run(
         tp=config.parallel.layout.tp,
         stages=tuple(map(len, _stages(config))),
         api_processes=config.parallel.api_server_count,
-        **server,
+        **{**server, "served_model_names": names},
     )
     settings.verify()
-    raise_descriptor_limit()
-    planned = None
-    if config.parallel.distributed_executor_backend in ("uni", "mp"):
-        planned = Planned(config.parallel, config.device.device)
-        if config.parallel.world_size_across_dp > 1:  # of one rank there is nothing to tell
-            _show(planned.text)
-    code = asyncio.run(_serve(config, settings, started, skip_tokenizer_init, planned))
-    if code:
-        raise typer.Exit(code)
+    return config, settings
+
+
+def plan_shown(config: EngineConfig) -> Planned:
+    """Where its ranks go on this node, or on several; of one rank there is nothing to tell."""
+    planned = Planned(config.parallel, config.device.device)
+    if config.parallel.world_size_across_dp > 1:
+        _show(planned.text)
+    return planned
 
 
 def _stages(config: EngineConfig) -> list[range]:

@@ -57,7 +57,7 @@ class Translation:
             kinds[parameter.param_type_name].append(parameter)
         self.known = {flag: each for each in kinds["option"] for flag in (*each.opts, *each.secondary_opts)}
         self.by_name = {each.name: each for each in kinds["option"]}
-        several = any(each.nargs == -1 for each in kinds["argument"])
+        several = any(each.nargs == -1 for each in kinds["argument"][1:])
         self.places = len(kinds["argument"]) + 10**6 * several  # after which words belong to an option that takes more
         self.model_in_file = False
         self.notes: list[str] = []

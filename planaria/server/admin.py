@@ -15,6 +15,7 @@ from planaria.core.resize import COMMITTED, ROLLED_BACK, Refused
 from planaria.errors import ConfigError, ModelError
 from planaria.executor.status import timed
 from planaria.node import node_name, resident_bytes
+from planaria.server.admission import Admission
 from planaria.server.common import encode_json, read
 from planaria.server.failure import failure
 from planaria.server.fleet import Fleet
@@ -30,16 +31,23 @@ JSON = "application/json"
 async def list_processes(request: Request) -> Response:
     """Every process of the deployment: this one, the engine, its ranks."""
     service: Service = request.app.state.service
-    pid = os.getpid()
-    state = "draining" if service.draining else "ready" if not service.not_ready() else "not ready"
-    own = ProcessInfo("server", None, {}, pid, node_name(), None, state, resident_bytes(pid))
-    rows = [own, *await service.control.report()]
+    rows = await service.control.report()
+    return processes(service.model_names[0], kind_of(service), not service.not_ready(), service, rows)
+
+
+def kind_of(service: Service) -> str:
+    """How ranks are started, and on what they compute."""
     facts = service.client.facts
-    value = {
-        "model": service.model_names[0], "kind": "" if facts is None else f"{facts.executor} on {facts.device}",
-        "processes": [timed(row) if row.uptime is None else row for row in rows],
-    }  # fmt: skip
-    return Response(encode_json(value), media_type=JSON)
+    return "" if facts is None else f"{facts.executor} on {facts.device}"
+
+
+def processes(model: str, kind: str, ready: bool, service: Admission, rows: list[ProcessInfo]) -> Response:
+    """These, after this one."""
+    pid = os.getpid()
+    state = "draining" if service.draining else "ready" if ready else "not ready"
+    own = ProcessInfo("server", None, {}, pid, node_name(), None, state, resident_bytes(pid))
+    known = [timed(row) if row.uptime is None else row for row in (own, *rows)]
+    return Response(encode_json({"model": model, "kind": kind, "processes": known}), media_type=JSON)
 
 
 async def show_fleet(request: Request) -> Response:

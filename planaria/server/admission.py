@@ -40,6 +40,7 @@ class Admission:
         self.leaving = False  # another process has taken over: a connection ends with its next answer, if it is here
         self.reading: dict[asyncio.Timeout, None] = {}  # of requests whose body is still coming
         self.requests = 0  # HTTP requests being answered
+        self.outer: Admission | None = None  # of the port, where several models are behind it
         self._texts = ThreadPoolExecutor(1, "planaria-text")
         self.idle = asyncio.Event()
         self.idle.set()
@@ -87,11 +88,15 @@ class Admission:
         """An HTTP request begins to be answered."""
         self.requests += 1
         self.idle.clear()
+        if self.outer is not None:
+            self.outer.enter()
 
     def leave(self) -> None:
         self.requests -= 1
         if not self.requests:
             self.idle.set()
+        if self.outer is not None:
+            self.outer.leave()
 
     def drain(self, reason: str) -> None:
         """Admit nothing from now on, nor wait for what has come in half."""

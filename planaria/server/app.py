@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -33,6 +34,7 @@ from planaria.server import (
     schema_vectors,
     tokens,
 )
+from planaria.server.admission import Admission
 from planaria.server.config import ServerConfig
 from planaria.server.dispatcher import Dispatcher
 from planaria.server.failure import ANTHROPIC, failure, refused
@@ -79,13 +81,32 @@ def create_app(client: Dispatcher, tokenizer: Tokenizer | None, config: ServerCo
 
     Without a tokenizer prompts are token ids, and texts are empty.
     """
+    app = app_of(Service(client, tokenizer, config))
+    guard(app, app.state.service)
+    return app
+
+
+def app_of(service: Service) -> FastAPI:
+    """The routes of one model, without the gate before them."""
     app = FastAPI(
         title="Planaria", version=planaria.__version__, description=_ABOUT, redirect_slashes=False, redoc_url=None
     )
-    service = app.state.service = Service(client, tokenizer, config)
+    app.state.service = service
     _routes(app)
+    say_errors(app)
+    app.openapi = lambda: _openapi(app, bool(service.config.api_keys))  # type: ignore[method-assign]
+    return app
+
+
+def say_errors(app: Starlette) -> None:
+    """All in one shape."""
     app.add_exception_handler(RequestError, _on_refused)  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _on_http)  # type: ignore[arg-type]
+
+
+def guard(app: Starlette, service: Admission) -> None:
+    """Put what every request passes first before an application."""
+    config = service.config
     app.add_middleware(Gate, service=service)
     if config.cors_origins:
         from starlette.middleware.cors import CORSMiddleware
@@ -98,8 +119,6 @@ def create_app(client: Dispatcher, tokenizer: Tokenizer | None, config: ServerCo
             allow_credentials=config.cors_credentials,
             expose_headers=["X-Request-Id", "Idempotent-Replayed"],
         )
-    app.openapi = lambda: _openapi(app, bool(config.api_keys))  # type: ignore[method-assign]
-    return app
 
 
 async def _on_refused(request: Request, error: RequestError) -> Response:

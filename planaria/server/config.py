@@ -84,6 +84,19 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         option("Take the place of the server of yours that runs on this port: no request of its clients fails."),
     ] = False  # fmt: skip
+    max_loaded: Annotated[
+        int | None, option("Of several models, as many are loaded at a time; default: 1.", least=1)
+    ] = None
+    host_memory: Annotated[
+        str | None,
+        option("Memory that packed weights and KV of models that are not loaded may keep, e.g. 8GiB; default: none.",
+               metavar="SIZE"),
+    ] = None  # fmt: skip
+    unload_after: Annotated[
+        float | None,
+        option("Of several models, one without a request for so many seconds is unloaded; default: only when another "
+               "needs its place.", least=0.0),
+    ] = None  # fmt: skip
     transfer: TransferConfig | None = None  # of KV blocks, with other servers
     transfer_key: bytes = b""  # what is handed to clients of it is signed with
     tp: int = 1  # tensor ranks of an engine

@@ -50,7 +50,11 @@ async def dashboard_script(request: Request) -> Response:
 
 async def dashboard_data(request: Request) -> Response:
     """All that the page shows: processes, health, engines, the last minutes, faults and changes, experts."""
-    service: Service = request.app.state.service
+    return await shown(request.app.state.service)
+
+
+async def shown(service: Service, **more: object) -> Response:
+    """All that the page shows of this model; more: of the others."""
     body = {
         "now": time.time(),
         "version": __version__,
@@ -67,5 +71,6 @@ async def dashboard_data(request: Request) -> Response:
         "events": list(service.faults.recent),
         "resizes": list(service.control.resizer.resizes),
         "experts": await experts_of(service.control),
+        **more,
     }
     return Response(encode_json(body), media_type="application/json", headers={"Cache-Control": "no-store"})

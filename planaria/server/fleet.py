@@ -29,7 +29,7 @@ from planaria.server.dispatcher import Dispatcher
 from planaria.server.engine import Engine
 from planaria.server.engine_client import EngineProcess
 from planaria.server.fleet_resize import Resizer
-from planaria.server.keeper import EngineKeeper, Make, all_ready
+from planaria.server.keeper import EngineKeeper, Make, all_ready, experts_at
 from planaria.server.loras import LoraRegistry
 from planaria.server.placed import Plan
 from planaria.server.wishes import update_weights
@@ -173,9 +173,9 @@ class Fleet:
                 self.dispatcher.check.plan = self.hosts
         keepers = list(self.members.values())
         await asyncio.gather(*(keeper.start() for keeper in keepers))
-        self._background.start(self._admit(keepers))
+        self._background.start(self.admit(keepers))
 
-    async def _admit(self, keepers: list[EngineKeeper]) -> None:
+    async def admit(self, keepers: list[EngineKeeper]) -> None:
         """All or nothing: the first that can't come up is the end of all."""
         try:
             await all_ready(keepers)
@@ -238,7 +238,7 @@ class Fleet:
 
     async def report(self) -> list[ProcessInfo]:
         """Of each engine its processes; what can be said without the engine where it doesn't answer."""
-        keepers = sorted(self.members.items())
+        keepers = sorted((index, keeper) for index, keeper in self.members.items() if not keeper.lent)
         found = await asyncio.gather(*(keeper.report() for _, keeper in keepers))
         alone = list(self.members) == [0]
         return self.others() + [
@@ -280,7 +280,7 @@ class Fleet:
     async def experts(self) -> dict[int, ExpertLoads]:
         """Experts' load and places, of each engine that records it and answers, by number."""
         keepers = sorted(self.members.items())
-        found = await asyncio.gather(*(keeper.experts() for _, keeper in keepers))
+        found = await asyncio.gather(*(experts_at(keeper) for _, keeper in keepers))
         return {index: loads for (index, _), loads in zip(keepers, found, strict=True) if loads is not None}
 
     async def close(self) -> None:

@@ -51,7 +51,7 @@ _NOT_LOCAL = frozenset({b"forwarded", b"via", b"x-real-ip", b"x-client-ip", b"x-
 class RequestInfo:
     """What is known of an HTTP request outside its route."""
 
-    __slots__ = ("arrival", "error", "held", "id", "logged", "method", "path", "span", "status", "uid")
+    __slots__ = ("admitted", "arrival", "error", "held", "id", "logged", "method", "path", "span", "status", "uid")
 
     def __init__(self, id: str, uid: str, method: str, path: str) -> None:
         self.id, self.uid, self.method, self.path = id, uid, method, path
@@ -59,6 +59,7 @@ class RequestInfo:
         self.logged = False
         self.status = 0
         self.held = 0  # bytes of its body
+        self.admitted = False  # its model, of several, stays loaded for it
         self.span: Span | None = None  # where it is recorded
         self.error: tuple[str | None, str | None, str] | None = None  # code, field, message of what it was answered
 

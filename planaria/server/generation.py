@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from planaria.errors import RequestError
 from planaria.server.failure import failure
 from planaria.server.gate import RequestInfo
 from planaria.server.service import Service, logger
@@ -34,6 +35,18 @@ _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+
+
+class ModelPlace(Protocol):
+    """Of a model among several: is it loaded?"""
+
+    def admits(self) -> bool:
+        """Now, so that sequences can be submitted before anything else happens?"""
+        ...
+
+    async def enter(self) -> None:
+        """Wait until it does. A `Generation` that is open counts as running from then on. Raises RequestError."""
+        ...
 
 
 class Writer(Protocol):
@@ -81,17 +94,34 @@ class Generation:
     # -- engine side
 
     async def start(self) -> None:
-        """Submit everything, some at a time. Raises what the client raises."""
+        """Submit everything, some at a time, once the model is loaded. Raises what the client raises."""
         self.submitted = time.perf_counter()
         self.service.opened(self)
-        client = self.service.client
+        client, place = self.service.client, self.service.place
+        if place is not None and not (self.info.admitted or place.admits()):
+            await self._enter(place)
         for number, stream in enumerate(self.streams, 1):
             if number % AT_ONCE == 0:
                 await asyncio.sleep(0)
             for sequence in stream.sequences:
-                if self.error is None:  # a dead engine answers from within `submit`
+                if self.error is None and not self.gone:  # a dead engine answers from within `submit`
                     sequence.sink = self._hear
                     client.submit(sequence)
+
+    async def _enter(self, place: ModelPlace) -> None:
+        """Wait until the model is loaded, or nobody wants the answer any more."""
+        entering = asyncio.ensure_future(place.enter())
+        entering.add_done_callback(lambda entering: self._wake())
+        try:
+            while not (entering.done() or self.error is not None or self.gone):
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
+            if entering.done():
+                entering.result()
+        except RequestError as e:
+            self.fail(e.message, e.status, e.code or "not_ready")
+        finally:
+            entering.cancel()
 
     def _hear(self, sequence: Stream, piece: Piece) -> None:
         try:
@@ -250,8 +280,8 @@ class Answer(Response):
         generation = self.generation
         watcher: asyncio.Task[None] | None = None
         try:
-            await generation.start()
             watcher = asyncio.get_running_loop().create_task(generation.watch(receive))
+            await generation.start()
             await generation.wait()
             if generation.error is not None and not generation.buffer:
                 message, status, code = generation.error

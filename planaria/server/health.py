@@ -16,6 +16,7 @@ import planaria
 from planaria.errors import RequestError
 from planaria.server.common import encode_json
 from planaria.server.failure import RETRY_AFTER
+from planaria.server.metrics import exposition
 from planaria.server.service import Service
 from planaria.wire import TransferStats
 
@@ -82,13 +83,14 @@ async def version(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Prometheus metrics."""
     service: Service = request.app.state.service
-    body, content_type = service.metrics.exposition(request.headers.get("accept", ""))
+    body, content_type = exposition(service.metrics.registry, request.headers.get("accept", ""))
     return Response(body, headers={"Content-Type": content_type})
 
 
-def _cards(service: Service) -> list[dict[str, object]]:
-    facts, root = service.admit(None), service.model_names[0]
-    own = {"object": "model", "owned_by": "planaria", "root": root, "max_model_len": facts.max_model_len}
+def cards_of(service: Service, max_model_len: int) -> list[dict[str, object]]:
+    """Of its names, and of its adapters'."""
+    root = service.model_names[0]
+    own = {"object": "model", "owned_by": "planaria", "root": root, "max_model_len": max_model_len}
     named = service.client.loras.named.values() if service.client.loras is not None else ()
     return [
         *({"id": name, "created": service.created, **own} for name in service.model_names),
@@ -101,14 +103,23 @@ def _cards(service: Service) -> list[dict[str, object]]:
 
 async def list_models(request: Request) -> Response:
     """The names this server answers to; 503 until the model can be used."""
-    data = _cards(request.app.state.service)
-    return Response(encode_json({"object": "list", "data": data}), media_type="application/json")
+    service: Service = request.app.state.service
+    return listed(cards_of(service, service.admit(None).max_model_len))
 
 
 async def get_model(request: Request) -> Response:
     """One of them."""
-    name = request.path_params["model"]
-    for card in _cards(request.app.state.service):
+    service: Service = request.app.state.service
+    return listed_one(cards_of(service, service.admit(None).max_model_len), request.path_params["model"])
+
+
+def listed(cards: list[dict[str, object]]) -> Response:
+    return Response(encode_json({"object": "list", "data": cards}), media_type="application/json")
+
+
+def listed_one(cards: list[dict[str, object]], name: str) -> Response:
+    """Raises RequestError."""
+    for card in cards:
         if card["id"] == name:
             return Response(encode_json(card), media_type="application/json")
     raise RequestError(f"model {name[:200]!r} is not served here", param="model", code="model_not_found", status=404)

@@ -101,12 +101,12 @@ class EngineKeeper:
         self._since = 0.0  # when it began
         self._how = Ended("")  # with it
         self._closing = False
-        self._lent = False  # to another server, whose engine goes on in its place
+        self.lent = False  # it has no process: another server's engine goes on in its place, or it is unloaded
         self._left = asyncio.Event()  # by `close` and `lend`
         self._pause = BackOff(LONGEST, SHORTEST)  # for processes that don't come up
         self._resizing = PendingAnswers[EngineResized]()
         self.wishes = EngineWishes(self.engine)
-        self._task: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[None] | None = None
 
     def share(self, engines: int) -> None:
         """So many engines use this node's cores from now on."""
@@ -125,7 +125,7 @@ class EngineKeeper:
         """Start the first; `engine.ready` says when it can admit."""
         handle = self.handle or self._another()
         await self._begin(handle)
-        self._task = asyncio.create_task(self._supervise(handle))
+        self.task = asyncio.create_task(self._supervise(handle))
 
     def _another(self) -> EngineHandle:
         self.handle = self.engine.connection = handle = self.make(self.config, self.engine.hear)
@@ -148,7 +148,7 @@ class EngineKeeper:
                 if (pause := self._pause.at - time.monotonic()) > 0:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._left.wait(), pause)
-                if self._closing or self._lent:
+                if self._closing or self.lent:
                     return
                 handle, unborn = self._another(), None
                 try:
@@ -157,7 +157,7 @@ class EngineKeeper:
                     raise
                 except (PlanariaError, OSError, zmq.ZMQError) as e:  # no descriptor, process or memory for now
                     unborn = Ended(f"did not come up: {e}")
-                if self._closing or self._lent:  # meanwhile
+                if self._closing or self.lent:  # meanwhile
                     handle.kill()
         except CapacityError as e:
             self.engine.die(Dead("error", f"there is no place for another engine: {e}"))
@@ -169,7 +169,7 @@ class EngineKeeper:
 
     def revive(self) -> None:
         """It was given up because there was no place for it, and now there is one."""
-        self._task = asyncio.create_task(self._supervise(None))
+        self.task = asyncio.create_task(self._supervise(None))
         self.engine.revive()
 
     def _goes_on(self, handle: EngineHandle, ended: Ended) -> bool:
@@ -188,7 +188,7 @@ class EngineKeeper:
         progressed = engine.down(self.as_told or engine.dead is not None) or elsewhere
         if self._closing or engine.dead is not None:
             return False
-        if self._lent:
+        if self.lent:
             engine.on_change()
             return False
         if told:
@@ -226,29 +226,32 @@ class EngineKeeper:
         engine, handle = self.engine, self.handle
         if engine.up and handle is not None:
             engine.up, engine.restarting = False, True
-            handle.end(followed=True)
-            asyncio.get_running_loop().call_later(EXIT_TIMEOUT, self._make_end, handle)
+            self._ask_to_end(handle)
             engine.on_change()
 
-    async def lend(self) -> None:
+    async def lend(self, *, kill: bool = True) -> None:
         """End the process, however, and start no other; returns when it has ended. What is open waits here for an
-        engine of another server, or for `take_back`."""
+        engine of another server, or for `take_back`. kill: else it is asked to end, if it hears."""
         engine, handle = self.engine, self.handle
-        assert handle is not None and self._task is not None
-        self._lent, engine.up, engine.restarting = True, False, True
+        assert handle is not None and self.task is not None
+        hears, self.lent, engine.up, engine.restarting = engine.up and not kill, True, False, True
         self._left.set()
-        handle.kill()
+        self._ask_to_end(handle) if hears else handle.kill()
         engine.on_change()
-        await asyncio.wait({self._task})
+        await asyncio.wait({self.task})
 
     def take_back(self) -> None:
         """If it was lent: start another process."""
-        if not self._lent:
+        if not self.lent:
             return
-        self._lent, self._recovery = False, None
+        self.lent, self._recovery = False, None
         self._left.clear()
         self.engine.on_news = self._hear
-        self._task = asyncio.create_task(self._supervise(None))
+        self.task = asyncio.create_task(self._supervise(None))
+
+    def _ask_to_end(self, handle: EngineHandle) -> None:
+        handle.end(followed=True)
+        asyncio.get_running_loop().call_later(EXIT_TIMEOUT, self._make_end, handle)
 
     def _make_end(self, handle: EngineHandle) -> None:
         if self.handle is handle and self.engine.restarting:
@@ -295,18 +298,18 @@ class EngineKeeper:
             return
         self._closing = True
         self._left.set()
-        if self._lent:
+        if self.lent:
             return
         if self.engine.up:
             self.handle.end()
         else:  # while it loads it hears nothing, and it has nobody to answer
             self.handle.kill()
-        if self._task is not None:
-            done, _ = await asyncio.wait({self._task}, timeout=EXIT_TIMEOUT)
+        if self.task is not None:
+            done, _ = await asyncio.wait({self.task}, timeout=EXIT_TIMEOUT)
             if not done:
                 logger.warning("the engine process %d did not end in %.0f s: killed", self.handle.pid, EXIT_TIMEOUT)
                 self.handle.kill()
-                await self._task
+                await self.task
         if self.memory is not None:
             self.memory.close()
         if self.weights is not None and self.handle.shares_memory:
@@ -363,12 +366,13 @@ class EngineKeeper:
             state = f"silent for {questions.ANSWER_LIMIT:g} s"
         return [ProcessInfo("engine", None, {}, pid, node_name(), engine.stats.epoch, state, resident_bytes(pid))]
 
-    async def experts(self) -> ExpertLoads | None:
-        """Experts' load and places; None where the engine can't answer, or records none."""
-        if not self.engine.up:
-            return None
-        found = await self.questions.ask(ReportExperts(), ExpertLoads, self.engine.send)
-        return found if found is not None and found.layers else None
+
+async def experts_at(keeper: EngineKeeper) -> ExpertLoads | None:
+    """Experts' load and places; None where the engine can't answer, or records none."""
+    if not keeper.engine.up:
+        return None
+    found = await keeper.questions.ask(ReportExperts(), ExpertLoads, keeper.engine.send)
+    return found if found is not None and found.layers else None
 
 
 async def all_ready(keepers: Iterable[EngineKeeper]) -> None:

@@ -50,6 +50,7 @@ class LoraRegistry:
         self.unnamed: OrderedDict[str, None] = OrderedDict()  # of what is kept, the longest first
         self.engines: Callable[[], Iterable[Engine]] = tuple
         self.changed: Callable[[], Awaitable[None]] = _nobody
+        self.taken: Callable[[str], bool] = lambda name: False  # has another model of the server this name?
 
     @classmethod
     def of(cls, config: EngineConfig) -> LoraRegistry | None:
@@ -61,6 +62,10 @@ class LoraRegistry:
         if not name or len(name) > MAX_NAME or not name.isprintable():
             raise RequestError(
                 f"an adapter's name has 1 to {MAX_NAME} characters that can be printed", param="lora_name"
+            )
+        if self.taken(name):
+            raise RequestError(
+                f"{name!r} is the name of another model, or its adapter's; take another", param="lora_name"
             )
         if name in self.names:
             raise RequestError(f"{name!r} is the model's own name; take another", param="lora_name")

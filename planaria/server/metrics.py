@@ -302,8 +302,25 @@ class Metrics(Collector):
         gauge.add_metric([model], int(faults.recovering))
         yield gauge
 
-    def exposition(self, accept: str) -> tuple[bytes, str]:
-        """Body and content type for what the scraper accepts."""
-        if "application/openmetrics-text" in accept:
-            return bytes(generate_openmetrics(self.registry)), OPENMETRICS  # type: ignore[no-untyped-call]
-        return bytes(generate_latest(self.registry)), CONTENT_TYPE_LATEST
+
+class Together(Collector):
+    """Numbers of several registries, each family once. They differ in a label."""
+
+    def __init__(self, registries: Iterable[Collector]) -> None:
+        self.registries = registries
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        for registry in self.registries:
+            for family in registry.collect():
+                first = families.setdefault(family.name, family)
+                if first is not family:
+                    first.samples += family.samples
+        return families.values()
+
+
+def exposition(registry: Collector, accept: str) -> tuple[bytes, str]:
+    """Body and content type for what the scraper accepts."""
+    if "application/openmetrics-text" in accept:
+        return bytes(generate_openmetrics(registry)), OPENMETRICS  # type: ignore[no-untyped-call]
+    return bytes(generate_latest(registry)), CONTENT_TYPE_LATEST

@@ -573,6 +573,7 @@ class ProcessEntry(Strict):
     uptime: float | None  # seconds; null: of another node
     engine: int | None  # its number in the fleet; ranks count in each
     kind: str  # of an engine, where there are two: prefill or decode
+    model: str  # whose it is, of a server of several
 
 
 class ProcessList(Strict):
@@ -619,8 +620,8 @@ _RULES = {
 M = TypeVar("M", bound=BaseModel)
 
 
-def parse(model: type[M], body: bytes) -> M:
-    """`body` as JSON, checked; raises RequestError naming the field."""
+def object_of(body: bytes) -> dict[str, Any]:
+    """`body` as JSON, whose fields aren't checked yet; raises RequestError."""
     brackets = body.count(b"[") + body.count(b"{")
     if brackets > MAX_BRACKETS:  # each list is an object that all others wait for
         raise RequestError(f"the request's body has {brackets} brackets; at most {MAX_BRACKETS}", code="invalid_value")
@@ -638,6 +639,12 @@ def parse(model: type[M], body: bytes) -> M:
         value = _with_nan(body, e)
     if type(value) is not dict:
         raise RequestError("the request's body must be a JSON object", code="invalid_type")
+    return value
+
+
+def parse(model: type[M], body: bytes) -> M:
+    """`body` as JSON, checked; raises RequestError naming the field."""
+    value = object_of(body)
     _check_sizes(value)
     known = model.model_fields
     options = value.get("stream_options")

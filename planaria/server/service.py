@@ -32,7 +32,7 @@ from planaria.wire import Dead, EngineFacts, Recovery
 
 if TYPE_CHECKING:
     from planaria.server.fleet import Fleet
-    from planaria.server.generation import Generation
+    from planaria.server.generation import Generation, ModelPlace
 
 logger = logging.getLogger("planaria.server")
 
@@ -61,6 +61,8 @@ class Service(Admission):
         self.responses = ResponseStore(self, len(config.api_keys), lasts=not config.journal_ends)
         self.metrics.registry.register(ResponseMetrics(self.responses, lambda: self.model_names[0]))
         self.created = int(time.time())
+        self.place: ModelPlace | None = None  # among several models; None: it is the only one
+        self.on_closed: Callable[[], None] = lambda: None  # something that was open is no more
         self.open: dict[Generation, None] = {}
         self.busy_since = 0.0  # time.monotonic() when `open` last became non-empty
         self.elsewhere: int | None = None  # of several processes, in all of them together
@@ -97,12 +99,12 @@ class Service(Admission):
 
     def not_ready(self) -> str:
         """Why nothing can be admitted now, or ""."""
-        if self.draining:
+        if self.draining and self.outer is None:  # else the port lets nothing in, and what waited for a model begins
             return self.draining
         if self.client.dead is not None:
             return f"the engine has ended: {self.client.dead.message}"
         if self.client.facts is None:
-            return "the model is still being loaded"
+            return "the model is still being loaded" if self.place is None else "the model has not been loaded yet"
         return "its engines are asleep (POST /wake_up wakes them)" if self.asleep else ""
 
     @property
@@ -272,6 +274,7 @@ class Service(Admission):
 
     def closed(self, generation: Generation) -> None:
         self.open.pop(generation, None)
+        self.on_closed()
 
     def drain(self, reason: str) -> None:
         super().drain(reason)

@@ -104,7 +104,7 @@ async def test_the_list_of_processes(start):
         assert listed[0]["pid"] == os.getpid() and listed[0]["state"] == "ready" and listed[0]["resident"] > 1 << 20
         assert listed[2] == {
             "role": "worker", "rank": 0, "coordinates": {"tp": 0, "pp": 0}, "pid": 12, "node": "here", "epoch": 0,
-            "state": "idle", "resident": 2 << 20, "uptime": None, "engine": None, "kind": "",
+            "state": "idle", "resident": 2 << 20, "uptime": None, "engine": None, "kind": "", "model": "",
         }  # fmt: skip
 
 

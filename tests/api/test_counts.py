@@ -9,6 +9,7 @@ from planaria.server import root_serve
 from planaria.server.config import ServerConfig
 from planaria.server.counts import added, counts_of, put
 from planaria.server.faults import FaultLog
+from planaria.server.metrics import exposition
 from planaria.server.root_messages import Counts
 from planaria.server.root_serve import Root
 from planaria.server.service import Service
@@ -33,7 +34,7 @@ async def test_one_process_answers_for_all() -> None:
     root = Service(FakeEngine(None), None, ServerConfig())
     for _ in range(2):  # again adds nothing
         put(total, root)
-    text = root.metrics.exposition("")[0].decode()
+    text = exposition(root.metrics.registry, "")[0].decode()
     assert 'vllm:generation_tokens_total{model_name="smollm2"} 15.0' in text
     assert 'vllm:request_success_total{finished_reason="stop",model_name="smollm2"} 2.0' in text
     assert 'vllm:time_to_first_token_seconds_count{model_name="smollm2"} 2.0' in text

@@ -159,7 +159,7 @@ def test_the_key_goes_to_no_other_users_process(
         assert list(processes.titled_processes()) == []
         for ask in (
             lambda: ps.run(port=None, url=None, admin_key="secret", as_json=True),
-            lambda: scale.run(None, 1, 1, None, None, None, None, 1.0, "secret", True),
+            lambda: scale.run(None, 1, 1, None, None, None, None, None, 1.0, "secret", True),
             lambda: experts.run(url=None, admin_key="secret", saved=None, plot=None, as_json=True),
         ):
             with pytest.raises(PlanariaError, match="no Planaria server of yours runs"):

@@ -17,6 +17,7 @@ from planaria.server import (
     journal_files,
     kept,
     messages,
+    models,
     records,
     response_input,
     response_store,
@@ -47,7 +48,7 @@ def test_the_page_has_the_codes_numbers() -> None:
 def test_no_bound_is_missing() -> None:
     there = {path for _, path in ROWS}
     for module in (
-        types, body, embeddings, idempotency, inputs, journal_files, json_calls, kept, messages, records,
+        types, body, embeddings, idempotency, inputs, journal_files, json_calls, kept, messages, models, records,
         response_input, response_store, responses, schema, schema_responses, spec, text_calls, tools,
         values, vocabulary,
     ):  # fmt: skip
