@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 __all__ = [
     "LLM", "AsyncLLM", "BeamSearchParams", "LoRARequest", "PoolingParams", "RequestOutput", "SamplingParams",
-    "StructuredOutputsParams", "TextPrompt", "TokensPrompt", "__version__",
+    "SharedWeights", "StructuredOutputsParams", "TextPrompt", "TokensPrompt", "__version__",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
     from planaria.beam import BeamSearchParams
+    from planaria.checkpoint.shared import SharedWeights
     from planaria.llm import LLM, AsyncLLM, RequestOutput
     from planaria.prompts import LoRARequest, TextPrompt, TokensPrompt
     from planaria.types import PoolingParams, SamplingParams, StructuredOutputsParams
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 _PLACES = {
     "LLM": "llm", "AsyncLLM": "llm", "RequestOutput": "llm", "SamplingParams": "types", "BeamSearchParams": "beam",
     "TextPrompt": "prompts", "TokensPrompt": "prompts", "StructuredOutputsParams": "types",
-    "PoolingParams": "types", "LoRARequest": "prompts",
+    "PoolingParams": "types", "LoRARequest": "prompts", "SharedWeights": "checkpoint.shared",
 }  # fmt: skip
 
 

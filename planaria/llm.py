@@ -24,10 +24,11 @@ from planaria.checkpoint import Checkpoint
 from planaria.checkpoint.adapter import CONFIG, WEIGHTS
 from planaria.checkpoint.generation import sampling_defaults
 from planaria.checkpoint.identity import weights_version
+from planaria.checkpoint.shared import Named, SharedWeights
 from planaria.config.declared import picked
 from planaria.config.options import EngineConfig, EngineOptions
 from planaria.config.parallel import refuse_outer_launcher, refuse_several_engines
-from planaria.config.resolve import other_weights, resolve
+from planaria.config.resolve import other_tensors, other_weights, resolve
 from planaria.config.vllm_words import ours
 from planaria.engine_thread import EngineThread, OnFailure, Waiting
 from planaria.errors import ConfigError, EngineDead, RequestError, UserError
@@ -81,6 +82,7 @@ from planaria.wire import (
 logger = logging.getLogger("planaria")
 
 Message = dict[str, Any]
+Folder = str | os.PathLike[str]
 Changed = Slept | WeightsUpdated
 OnProgress = Callable[[StartUpNews], None]
 
@@ -216,6 +218,7 @@ class _Front:
         self.stats = EngineStats()
         self._level: int | None = None
         self.weights_version = self._weights_number = 0  # in force; the last that was asked for
+        self._shared: dict[int, SharedWeights] = {}  # by number, of those that are in force or may come to be
         self._changes: dict[str, Future[Changed]] = {}
         me = weakref.ref(self)  # neither the engine nor what checks grammars holds who uses it
         self._grammars = grammar_check(self.tokenizer, lambda: front.facts if (front := me()) else None)
@@ -234,7 +237,7 @@ class _Front:
             if isinstance(message, Slept):
                 self._level = message.level
             else:
-                self.weights_version = message.number
+                self._have(message)
             if (future := self._changes.pop(message.id, None)) is not None:
                 future.set_result(message)
         elif isinstance(message, Progress | Phase) and self._on_progress is not None:
@@ -247,11 +250,26 @@ class _Front:
     def _sleep(self, level: int | None) -> Sleep:
         return Sleep(f"s{next(self._numbers)}", level)
 
-    def _weights(self, path: str | os.PathLike[str]) -> UpdateWeights:
-        """Raises ConfigError, ModelError."""
-        checkpoint = other_weights(self.config, os.fspath(path))
+    def _weights(self, path: Folder | None, tensors: Named | None = None, handle: str = "") -> UpdateWeights:
+        """Raises ConfigError, ModelError, CapacityError."""
+        if sum((path is not None, tensors is not None, bool(handle))) != 1:
+            raise ConfigError("update_weights", path, "takes one of path, tensors and handle", "give that alone")
+        shared = None
+        if path is not None:
+            checkpoint = other_weights(self.config, os.fspath(path))
+        else:
+            shared = SharedWeights(tensors) if tensors is not None else SharedWeights.held(handle)
+            checkpoint = other_tensors(self.config, shared)
         self._weights_number += 1
+        if shared is not None:
+            self._shared[self._weights_number] = shared
         return UpdateWeights(f"w{self._weights_number}", self._weights_number, checkpoint)
+
+    def _have(self, done: WeightsUpdated) -> None:
+        """These are in force: memory of others is let go of, but for those that may still come."""
+        self.weights_version, asked = done.number, int(done.id[1:])
+        for number in [n for n in self._shared if n < done.number or done.number < n <= asked]:
+            self._shared.pop(number).close()
 
     def _ask(self, asked: Sleep | UpdateWeights, tell: Callable[[Sleep | UpdateWeights], None]) -> Future[Changed]:
         """Its answer."""
@@ -594,10 +612,11 @@ class LLM(_Front):
         if _wakes(tags):
             _changed(self._ask(self._sleep(None), self._loop.handle).result())
 
-    def update_weights(self, path: str | os.PathLike[str]) -> None:
+    def update_weights(self, path: Folder | None = None, *, tensors: Named | None = None, handle: str = "") -> None:
         """Go on with those of another checkpoint of the same model: a folder or file, which may be that of before with
-        other bytes. `weights_version` counts. Raises ConfigError, ModelError, UserError: those of before stay."""
-        _changed(self._ask(self._weights(path), self._loop.handle).result())
+        other bytes; or tensors, or the handle of those that another process has: see SharedWeights. `weights_version`
+        counts. Raises ConfigError, ModelError, CapacityError, UserError: those of before stay."""
+        _changed(self._ask(self._weights(path, tensors, handle), self._loop.handle).result())
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool | Callable[..., Any] = True,
@@ -736,9 +755,11 @@ class AsyncLLM(_Front):
         if _wakes(tags):
             _changed(await self._tell(self._sleep(None)))
 
-    async def update_weights(self, path: str | os.PathLike[str]) -> None:
+    async def update_weights(
+        self, path: Folder | None = None, *, tensors: Named | None = None, handle: str = ""
+    ) -> None:  # fmt: skip
         """See LLM.update_weights. What runs goes on with them."""
-        _changed(await self._tell(await asyncio.to_thread(self._weights, path)))
+        _changed(await self._tell(await asyncio.to_thread(self._weights, path, tensors, handle)))
 
     async def _tell(self, asked: Sleep | UpdateWeights) -> Changed:
         future = self._ask(asked, self._engine.inbox.put)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def read_folder(name: str, folder: Path) -> Checkpoint:
             f.seek(tensor.offset)
             return f.read(tensor.nbytes)
 
-    tensors = unfused(str(folder), config, together(str(folder), config, _prefixed(tensors), read))
+    tensors = for_model(str(folder), config, tensors, read)
     return Checkpoint(
         name=name,
         path=str(folder),
@@ -66,6 +67,13 @@ def read_folder(name: str, folder: Path) -> Checkpoint:
         tensors=tuple(tensors),
         sentence=read_sentence(folder),
     )
+
+
+def for_model(
+    place: str, config: dict[str, Any], tensors: list[TensorInfo], read: Callable[[TensorInfo], bytes]
+) -> list[TensorInfo]:  # fmt: skip
+    """What files hold, as the model asks for it. read: a small tensor's bytes. Raises ModelError."""
+    return unfused(place, config, together(place, config, _prefixed(tensors), read))
 
 
 def _prefixed(tensors: list[TensorInfo]) -> list[TensorInfo]:
@@ -135,7 +143,7 @@ def read_safetensors_header(path: Path, file: int) -> list[TensorInfo]:
     return safetensors_header(path, head, size, file)
 
 
-def safetensors_header(path: Path, head: bytes, size: int, file: int) -> list[TensorInfo]:
+def safetensors_header(path: Path | str, head: bytes, size: int, file: int) -> list[TensorInfo]:
     """Tensors of such a file, of which `head` is the beginning; `size`: its bytes. Raises ModelError."""
     length = int.from_bytes(head[:8], "little")
     try:

@@ -6,9 +6,9 @@ import hashlib
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from planaria.cache import keep_file, kept_file
+from planaria.checkpoint.shared import SCHEME, opened
 from planaria.env import cache_dir
 
 CHUNK = 32 << 20
@@ -52,16 +52,20 @@ def weights_digest(files: Sequence[str]) -> str:
 
 
 def _look(file: str) -> tuple[int, ...]:
-    found = os.stat(file)
+    if file.startswith(SCHEME):
+        with opened(file) as memory:
+            found = os.fstat(memory.fileno())
+    else:
+        found = os.stat(file)
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
 
 
 def _digest(part: tuple[str, int]) -> bytes:
     file, at = part
-    with Path(file).open("rb", buffering=0) as opened:
-        opened.seek(at)
+    with opened(file) as reading:
+        reading.seek(at)
         data = bytearray(CHUNK)
         view, have = memoryview(data), 0
-        while have < CHUNK and (count := opened.readinto(view[have:])):
+        while have < CHUNK and (count := reading.readinto(view[have:])):
             have += count
         return hashlib.sha256(view[:have]).digest()

@@ -12,6 +12,7 @@ from planaria.checkpoint import Checkpoint, resolve_checkpoint
 from planaria.checkpoint.foreign import model_of
 from planaria.checkpoint.generation import generation_config, sampling_defaults
 from planaria.checkpoint.resolve import Hub, template_of, with_tokenizer
+from planaria.checkpoint.shared import SharedWeights, tensors_for
 from planaria.config.data_parallel import may_slice
 from planaria.config.declared import check, picked
 from planaria.config.experts import expert_map, expert_shapes, resolve_experts
@@ -369,4 +370,22 @@ def other_weights(config: EngineConfig, path: str) -> dict[str, Any]:
         raise ConfigError("weights", path, f"are {found.format}, the engine's are {present.format}", "convert them")
     return dict(msgspec.to_builtins(
         msgspec.structs.replace(present, path=found.path, files=found.files, tensors=found.tensors)
+    ))  # fmt: skip
+
+
+def other_tensors(config: EngineConfig, weights: SharedWeights) -> dict[str, Any]:
+    """The engine's checkpoint, with tensors that are in memory of this node. Raises ConfigError, ModelError."""
+    present, fix = msgspec.convert(config.checkpoint, Checkpoint), "write them to a folder that all see, and give that"
+    place = weights.handle.partition("@")[0]
+    if config.parallel.nnodes > 1:
+        raise ConfigError("tensors", place, f"can't be seen from {config.parallel.nnodes} nodes", fix)
+    if config.model.foreign is not None:
+        raise ConfigError("tensors", place, "can't be read by Transformers' code, which runs this model", fix)
+    if present.format != "safetensors":
+        fix = "start the engine from a folder of safetensors"
+        raise ConfigError("tensors", place, f"can't take the place of a {present.format} file's", fix)
+    tied = config.model.tie_word_embeddings or not config.model.has_logits
+    tensors = tensors_for(present, weights, ("lm_head.weight",) if tied else ())
+    return dict(msgspec.to_builtins(
+        msgspec.structs.replace(present, path=place, files=(weights.handle,), tensors=tensors)
     ))  # fmt: skip

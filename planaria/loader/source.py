@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planaria.checkpoint.gguf_file import NEEDS_GGUF
+from planaria.checkpoint.shared import opened
 from planaria.checkpoint.spec import Checkpoint, TensorInfo
 from planaria.errors import ModelError
 from planaria.kernels import quant
@@ -172,7 +173,7 @@ def _dequantise_with_gguf(data: Array, kind: str, name: str) -> npt.NDArray[np.f
 
 def _map(path: str) -> tuple[mmap.mmap, npt.NDArray[np.uint8]]:
     try:
-        with open(path, "rb") as f:
+        with opened(path) as f:
             mapped = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as e:
         raise ModelError(f"{path}: can't be mapped: {e}") from None

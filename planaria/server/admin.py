@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from planaria.core.resize import COMMITTED, ROLLED_BACK, Refused
-from planaria.errors import ConfigError, ModelError
+from planaria.errors import ConfigError, ModelError, RequestError
 from planaria.executor.status import timed
 from planaria.node import node_name, resident_bytes
 from planaria.server.admission import Admission
@@ -149,21 +149,25 @@ async def _slept(request: Request, level: int | None) -> Response:
 
 
 async def update_weights(request: Request) -> Response:
-    """Have the weights of another checkpoint of the same model; what runs goes on with them. Answers when all engines
-    do. 400: they can't be had, those of before stay; 409: another change is under way."""
+    """Have the weights of another checkpoint of the same model, or tensors that a process shares; what runs goes on
+    with them. Answers when all engines do. 400: they can't be had, those of before stay; 409: another change is under
+    way."""
     body = await read(request, WeightsRequest)
+    if (body.path is None) == (body.handle is None):
+        raise RequestError("give path or handle, one of both", param="path", code="invalid_value")
+    param = "path" if body.handle is None else "handle"
     service: Service = request.app.state.service
     fleet = service.control
     if fleet.resizer.busy or fleet.updating.locked():
         return failure("another change of the fleet is under way; ask again after it", 409, code="busy")
     async with fleet.updating:
         try:
-            found = await fleet.update_weights(body.path)
+            found = await fleet.update_weights(body.path or "", body.handle or "")
         except (ConfigError, ModelError) as e:
-            return failure(str(e), 400, param="path", code="weights_refused")
+            return failure(str(e), 400, param=param, code="weights_refused")
     for index, done in found.items():
         if done.error:
-            return failure(f"engine {index}: {done.error}", 400, param="path", code="weights_refused")
+            return failure(f"engine {index}: {done.error}", 400, param=param, code="weights_refused")
     engines = [{"engine": n, "weights_version": done.number, "seconds": done.seconds} for n, done in found.items()]
     return Response(encode_json({"engines": engines}), media_type=JSON)
 

@@ -11,15 +11,16 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from planaria import preload
+from planaria.checkpoint.shared import SharedWeights
 from planaria.config.data_parallel import engine_config, sharers
 from planaria.config.machine import accelerator_ids
 from planaria.config.options import EngineConfig
-from planaria.config.resolve import other_weights
+from planaria.config.resolve import other_tensors, other_weights
 from planaria.core.resize import deal_kinds
 from planaria.errors import PlanariaError
 from planaria.hosts.local import LocalHost
@@ -107,6 +108,7 @@ class Fleet:
         self.closing = False  # no engine is added any more
         self.resizer = Resizer(self)
         self.updating = asyncio.Lock()
+        self.shared_weights: SharedWeights | None = None  # that are in force, if they are none of a folder
         self.others: Callable[[], list[ProcessInfo]] = list  # processes that are no engine's
         self.replacing: set[int] = set()  # engines whose process was told to end
         self._background = Background()
@@ -258,11 +260,22 @@ class Fleet:
         found = await asyncio.gather(*(keeper.wishes.sleep(level) for _, keeper in keepers))
         return {index: slept for (index, _), slept in zip(keepers, found, strict=True)}
 
-    async def update_weights(self, path: str) -> dict[int, WeightsUpdated]:
+    async def update_weights(self, path: str, handle: str = "") -> dict[int, WeightsUpdated]:
         """One engine after the other, so that the others serve meanwhile; all of them, or none. Raises ConfigError,
         ModelError."""
+        shared = SharedWeights.held(handle) if handle else None
         before, number = self.config, self.config.weights_number + 1
-        checkpoint = await asyncio.to_thread(other_weights, before, path)
+        asked = (other_weights, before, path) if shared is None else (other_tensors, before, shared)
+        checkpoint = await asyncio.to_thread(*asked)
+        try:
+            return await self._updated(before, number, checkpoint)
+        finally:
+            if self.config.checkpoint is checkpoint:
+                self.shared_weights = shared  # and those of before are let go of
+
+    async def _updated(
+        self, before: EngineConfig, number: int, checkpoint: dict[str, Any]
+    ) -> dict[int, WeightsUpdated]:  # fmt: skip
         self.config = msgspec.structs.replace(before, checkpoint=checkpoint, weights_number=number)
         found: dict[int, WeightsUpdated] = {}
         for index, keeper in sorted(self.members.items()):

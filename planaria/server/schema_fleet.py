@@ -84,7 +84,10 @@ class LayoutResponse(Strict):
 
 
 class WeightsRequest(Strict):
-    path: str  # of a folder or file where the engines are
+    """One of both."""
+
+    path: str | None = None  # of a folder or file where the engines are
+    handle: str | None = None  # of SharedWeights on their node
 
 
 class EngineWeights(Strict):

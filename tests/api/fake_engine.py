@@ -168,8 +168,8 @@ class FakeEngine:
         self.asleep = level is not None and not error
         return {0: Slept("", level, error)}
 
-    async def update_weights(self, path: str) -> dict[int, WeightsUpdated]:
-        error = "those are of another model" if len(path) % 2 else ""
+    async def update_weights(self, path: str, handle: str = "") -> dict[int, WeightsUpdated]:
+        error = "those are of another model" if len(path + handle) % 2 else ""
         return {0: WeightsUpdated("", 1, error)}
 
     async def report(self) -> list[ProcessInfo]:

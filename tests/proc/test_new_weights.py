@@ -11,7 +11,9 @@ from typing import Any
 
 import httpx2
 import pytest
+from safetensors.numpy import load_file
 
+from planaria import SharedWeights
 from tests.model import checkpoints
 from tests.proc.servers import PATIENCE, Server, wait_until
 
@@ -68,6 +70,21 @@ def test_every_engine_has_them_also_those_that_come_later(server: Server, folder
         os.kill(pid, signal.SIGKILL)
     wait_until("there are others", lambda: len(set(server.engine_pids()) - set(engines)) == 2)
     assert ask(server)["token_ids"] == after[0]["token_ids"]
+
+    with SharedWeights(load_file(folders[0] / "model.safetensors")) as weights:
+        done = httpx2.post(server.url + "/update_weights", json={"handle": weights.handle}, timeout=PATIENCE)
+        assert done.status_code == 200 and done.json()["engines"][1]["weights_version"] == 2, done.text
+        gone = weights.handle
+    again = httpx2.post(server.url + "/update_weights", json={"handle": gone}, timeout=PATIENCE)
+    assert again.status_code == 400 and "shares no such memory any more" in again.text and "handle" in again.text
+    engine = server.engine_pids()[0]
+    os.kill(engine, signal.SIGKILL)  # its successor has them, though their owner has not
+    wait_until("there is another", lambda: len(set(server.engine_pids()) - {engine}) == 2)
+    assert [ask(server)["token_ids"] for _ in range(4)] == [before["token_ids"]] * 4
+    for body in ({}, {"handle": gone, "path": str(folders[1])}):
+        wrong = httpx2.post(server.url + "/update_weights", json=body, timeout=PATIENCE)
+        assert wrong.status_code == 400 and "one of both" in wrong.text
+    assert update(server, folders[1]).status_code == 200
 
     torn = tmp_path / "torn"
     shutil.copytree(folders[0], torn)
