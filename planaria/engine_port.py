@@ -56,7 +56,8 @@ STATS_EVERY = 0.02  # seconds between two snapshots for a client that none of a 
 
 
 class _Steps:
-    """An Output of several steps: `stats` of the last one, a delta for each sequence and what follows its end."""
+    """An Output of several steps: `stats` of the last one, a delta for each sequence and what follows its end, or is of
+    other weights."""
 
     def __init__(self, output: Output) -> None:
         self._deltas: list[Delta] = []
@@ -68,7 +69,8 @@ class _Steps:
         self._stats = output.stats
         for delta in output.deltas:
             known = self._open.get(delta.request_id)
-            if known is None or delta.index != known.index + len(known.tokens):
+            follows = known is not None and delta.index == known.index + len(known.tokens)
+            if known is None or not follows or (delta.tokens and delta.weights != known.weights):
                 known = self._open[delta.request_id] = msgspec.structs.replace(delta, tokens=list(delta.tokens))
                 known.logprobs = list(delta.logprobs) if delta.logprobs is not None else None
                 self._deltas.append(known)

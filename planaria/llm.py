@@ -43,7 +43,8 @@ from planaria.pooled import (
 from planaria.prompts import LoRARequest, Prompt, content_of, refuse, salt_of
 from planaria.server.inputs import child_seed, grammar_check, submissions
 from planaria.server.loras import LoraRegistry
-from planaria.server.stream import Choices, Piece
+from planaria.server.records import version_runs
+from planaria.server.stream import Choices, Piece, Stream
 from planaria.server.tokenise import Tokenizer, load_tokenizer
 from planaria.server.tools import (
     CalledTool,
@@ -128,6 +129,7 @@ class StreamOutput:
     stop_reason: int | str | None = None
     logprobs: list[PositionLogprobs] | None = None
     error: str | None = None
+    weights_version: int = 0  # of those that drew its last token
 
 
 @dataclass
@@ -145,9 +147,11 @@ class Counter(Gauge):
 
 @dataclass
 class Completion(StreamOutput):
-    """One of the n continuations, whole. Of an answer of `chat` that was read (it had tools, or the model writes its
-    reasoning apart): its content, reasoning and calls; else content is None."""
+    """One of the n continuations, whole. weights_versions: from which token on which weights drew them. Of an answer of
+    `chat` that was read (it had tools, or the model writes its reasoning apart): its content, reasoning and calls; else
+    content is None."""
 
+    weights_versions: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
     content: str | None = None
     reasoning: str | None = None
     tool_calls: list[CalledTool] = field(default_factory=list)
@@ -374,6 +378,21 @@ _GENERATE_ONLY = (
 )
 
 
+def _completion(of: Stream, logprobs: list[PositionLogprobs] | None) -> Completion:
+    """Of a choice that has ended."""
+    runs = version_runs(of.versions)
+    return Completion(
+        of.choice, of.text, of.tokens, str(of.finish), of.stop_reason, logprobs, of.error, runs[-1][1], runs
+    )
+
+
+def _close(end: Callable[[], None], shared: dict[int, SharedWeights]) -> None:
+    """Of an engine, and then of what its ranks read."""
+    end()
+    for weights in shared.values():
+        weights.close()
+
+
 def _changed(change: Changed) -> None:
     """Raises UserError where it isn't what was asked for."""
     if change.error:
@@ -408,7 +427,7 @@ class LLM(_Front):
         self.facts = self._loop.start()
         if self._loras is not None:
             self._loras.tell = self._loop.handle  # type: ignore[method-assign]
-        self._finalizer = weakref.finalize(self, self._loop.close)
+        self._finalizer = weakref.finalize(self, _close, self._loop.close, self._shared)
         self._finalizer.atexit = True
         atexit.register(self._finalizer)  # once; before those that its launcher's libraries registered
 
@@ -513,12 +532,7 @@ class LLM(_Front):
         positions = stream.sequences[0].prompt_logprobs
         return RequestOutput(
             request_id, prompt, stream.prompt,
-            [
-                Completion(
-                    s.choice, s.text, s.tokens, str(s.finish), s.stop_reason, self._logprobs(s.logprobs), s.error
-                )
-                for s in stream.sequences
-            ],
+            [_completion(sequence, self._logprobs(sequence.logprobs)) for sequence in stream.sequences],
             None if positions is None else [None, *(self._logprobs(positions) or ())],
             stream.cached_tokens,
         )  # fmt: skip
@@ -730,7 +744,7 @@ class AsyncLLM(_Front):
         refuse_outer_launcher(self.config.parallel, "AsyncLLM")
         self._engine = engine = EngineThread(self._loop, self._changes)
         self.facts = engine.start()
-        self._finalizer = weakref.finalize(self, engine.close)
+        self._finalizer = weakref.finalize(self, _close, engine.close, self._shared)
         self._finalizer.atexit = True
         atexit.register(self._finalizer)  # once; before those that its launcher's libraries registered
         if self._loras is not None:
@@ -788,7 +802,7 @@ class AsyncLLM(_Front):
                 piece = await target.pieces.get()
                 yield StreamOutput(
                     piece.choice, piece.text, piece.tokens, str(piece.finish) if piece.finish else None,
-                    piece.stop_reason, self._logprobs(piece.logprobs), piece.error,
+                    piece.stop_reason, self._logprobs(piece.logprobs), piece.error, piece.weights,
                 )  # fmt: skip
         finally:
             for submit in submits:

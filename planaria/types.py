@@ -364,3 +364,4 @@ class Delta(msgspec.Struct, array_like=True, gc=False):  # it is in no circle
     error: str | None = None
     lease: KVLease | KVOffer | None = None  # with finish "lent"
     pooled: bytes | None = None  # in place of tokens: a vector, float32
+    weights: int = 0  # the number of those that drew the tokens

@@ -24,12 +24,14 @@ BlockKey = bytes
 
 
 class KeyScope(NamedTuple):
-    """What all keys of an engine depend on. weights: their digest, or another version of them; dtype: of the cache."""
+    """What all keys of an engine depend on. weights: their digest, or another version of them; dtype: of the cache;
+    number: by which the weights are told of (wire.UpdateWeights), and no part of keys."""
 
     weights: str = ""
     dtype: str = ""
+    number: int = 0
 
-    @functools.lru_cache(maxsize=1024)  # noqa: B019  # of two strings
+    @functools.lru_cache(maxsize=1024)  # noqa: B019  # of a few values
     def root(self, salt: str = "", adapter: str = "") -> BlockKey:
         """Where the keys of requests with this salt and this adapter (its digest) begin."""
         parts = [part.encode() for part in (self.weights, adapter, self.dtype, salt)]

@@ -295,7 +295,7 @@ class Lane:
                 self.computed_to(entry, before)
             else:
                 request.computed = self.index.lengths[entry.row] = before
-        delta = Delta(request.id, count, [token], logprobs=logprobs)
+        delta = Delta(request.id, count, [token], logprobs=logprobs, weights=self.scope.number)
         if not count:
             delta.num_cached, delta.queued = entry.num_cached, entry.queued
             delta.prompt_logprobs = entry.prompt_logprobs

@@ -104,7 +104,7 @@ class GangKV:
         cache = self.config.cache
         version = weights_digest if cache.keeps_blocks or cache.transfer is not None else weights_version
         try:
-            self.scope = KeyScope(version(files), self.config.device.dtype)
+            self.scope = KeyScope(version(files), self.config.device.dtype, self.config.weights_number)
         except OSError as e:
             raise CapacityError(
                 f"--kv-tier, --kv-offloading-size, --kv-transfer-config must read the weights where the engine is: {e}"

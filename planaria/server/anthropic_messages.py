@@ -16,7 +16,7 @@ from planaria.parsers.reading import Reading, call_id
 from planaria.server.anthropic_input import translated
 from planaria.server.chat import chat_prompt, open_chat, tools_of
 from planaria.server.chat_calls import LONG_READING, ChoiceReader, InOrder
-from planaria.server.common import encode_json, read, usage_of
+from planaria.server.common import encode_json, read, usage_of, versions_of
 from planaria.server.failure import ANTHROPIC, last_event
 from planaria.server.generation import Answer, Generation
 from planaria.server.schema import clip
@@ -121,7 +121,7 @@ class MessagesWriter:
             stop_reason, stop_sequence = self._why()
             said.append(_event(
                 "message_delta", delta={"stop_reason": stop_reason, "stop_sequence": stop_sequence},
-                usage=self._usage(),
+                usage=self._usage(), **versions_of(self.sequence),
             ))  # fmt: skip
         return b"".join(said)
 
@@ -190,7 +190,7 @@ class MessagesWriter:
                         kind = _BLOCKS[event.kind][0]
                     parts.append(event.text)
         close()
-        return encode_json(self._message(blocks, *self._why()))
+        return encode_json(self._message(blocks, *self._why()) | versions_of(self.sequence))
 
     def _called(self, index: int, name: str, arguments: str) -> dict[str, Any]:
         """A call; where its arguments are no JSON object, because they break off, what there is of it as a text."""

@@ -255,7 +255,8 @@ class ChatWriter:
 
     def _event(self, piece: Piece, opening: bytes) -> bytes:
         index = piece.choice
-        if self.plain and piece.finish is None and piece.logprobs is None:
+        changed = self.stream.sequences[index].versions
+        if self.plain and piece.finish is None and piece.logprobs is None and not changed:
             return opening + self.openings[index] + encode_json(piece.text) + self.closing
         return opening + event_of(self.envelope.value([self._choice(piece, {"content": piece.text})]))
 
@@ -267,7 +268,7 @@ class ChatWriter:
         choice["finish_reason"] = piece.finish
         if piece.finish is not None:
             choice["stop_reason"] = piece.stop_reason
-            choice |= versions_of(self.stream.sequences[piece.choice])
+        choice |= versions_of(self.stream.sequences[piece.choice], piece)
         if self.envelope.token_ids:
             choice["token_ids"] = piece.tokens
         return choice

@@ -14,9 +14,10 @@ from planaria.errors import RequestError
 from planaria.server.detokenise import stop_strings
 from planaria.server.failure import DONE, error_body
 from planaria.server.inputs import spell_bad_words
+from planaria.server.records import version_runs
 from planaria.server.schema import GenerationRequest, ResponseFormat, SampledRequest, clip, parse
 from planaria.server.service import Service
-from planaria.server.stream import Choices, Stream
+from planaria.server.stream import Choices, Piece, Stream
 from planaria.server.tokenise import Tokenizer
 from planaria.types import SamplingParams, StructuredOutputsParams, TokenLogprobs
 
@@ -248,12 +249,18 @@ class Envelope:
         return usage_of(self.prompts, hidden=self.hidden)
 
 
-def versions_of(stream: Stream) -> dict[str, Any]:
-    """Fields of a choice whose tokens are of weights that were changed while the server ran; none where none were."""
+def versions_of(stream: Stream, piece: Piece | None = None) -> dict[str, Any]:
+    """Fields of a choice whose tokens are of weights that were changed while the server ran; none where none were.
+    piece: of its event; what ends a stream says all."""
     if not stream.versions:
         return {}
-    runs = stream.versions if stream.versions[0][0] == 0 else [(0, 0), *stream.versions]
-    return {"weights_version": runs[-1][1], "weights_versions": runs}
+    if piece is None or piece.finish is not None:
+        runs = version_runs(stream.versions)
+        return {"weights_version": runs[-1][1], "weights_versions": runs}
+    if not piece.tokens:
+        return {}
+    runs = [run for run in version_runs(stream.versions, piece.first) if run[0] < piece.first + len(piece.tokens)]
+    return {"weights_version": piece.weights, **({"weights_versions": runs} if len(runs) > 1 else {})}
 
 
 def event_of(value: dict[str, Any]) -> bytes:

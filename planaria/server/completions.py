@@ -160,7 +160,9 @@ class CompletionWriter:
     def _event(self, piece: Piece) -> Callable[[], bytes]:
         """What writes the event of a piece; asked for in order."""
         index = piece.choice
-        if self.envelope.plain and piece.finish is None and piece.logprobs is None and self.started[index]:
+        sequence = self.streams[index // self.n].sequences[index % self.n]
+        plain = self.envelope.plain and not sequence.versions
+        if plain and piece.finish is None and piece.logprobs is None and self.started[index]:
             return lambda: self.openings[index] + encode_json(piece.text) + self.envelope.closing
         choice: dict[str, Any] = {"index": index, "text": piece.text, "logprobs": None}
         if self.scoring:
@@ -174,9 +176,9 @@ class CompletionWriter:
         choice["finish_reason"] = piece.finish
         if piece.finish is not None:
             choice["stop_reason"] = piece.stop_reason
-            choice |= versions_of(self.streams[index // self.n].sequences[index % self.n])
             if self.scoring:
                 choice["finish_reason"], choice["stop_reason"] = "length", None
+        choice |= versions_of(sequence, piece)
         value = self.envelope.value([choice])
 
         def write() -> bytes:

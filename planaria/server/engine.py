@@ -32,7 +32,6 @@ from planaria.wire import (
     Recovery,
     Slept,
     ToEngine,
-    WeightsUpdated,
 )
 
 COMING_UP = 3600.0  # seconds without a word while it loads, or while its ranks begin anew
@@ -64,7 +63,6 @@ class Engine:
         self.on_purpose = False  # and not because of a fault
         self.restarting = False  # the process ends because it was told to
         self.asleep: int | None = None  # at which level
-        self.weights = 0  # their number, see wire.UpdateWeights
         self.leaving = False  # it gets no new work
         self.ending = False  # it leaves, and its process is told to end
         self.given: Callable[[], Iterable[ToEngine]] = tuple  # what a process that has come up is told first
@@ -154,7 +152,7 @@ class Engine:
                 for delta in message.deltas:
                     self.deliver(delta)
             case EngineFacts():
-                self.facts, self.up, self.weights = message, True, message.weights_number
+                self.facts, self.up = message, True
                 self.stats = added(self.before, EngineStats())  # it has done nothing yet, in epoch 0
                 self.last_progress = time.monotonic()
                 self._settled.set()
@@ -173,9 +171,6 @@ class Engine:
                     )
                 self.on_news(message)
                 self.on_change()
-            case WeightsUpdated():
-                self.weights = message.number
-                self.on_news(message)
             case Slept():
                 self.asleep, self.last_progress = message.level, time.monotonic()
                 self.on_news(message)
@@ -322,8 +317,6 @@ class Engine:
         if piece is None:
             return
         self.tokens += len(piece.tokens)
-        if self.weights or stream.versions:
-            stream.drawn(self.weights, len(piece.tokens))
         if piece.finish is not None or lent:
             del self.streams[name]
             if piece.cancel and not stream.leaving and not lent:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from planaria.server.records import Again, Head, Outcome, PieceRecord, Record, Whole, frame
+from planaria.server.records import Again, Head, Outcome, PieceRecord, Record, Whole, drawn, frame
 from planaria.server.response_items import ResponseItems
 
 MAX_AGAIN = 10  # times that it is begun again without a piece in between
@@ -24,6 +24,8 @@ class Kept:
     def __init__(self, head: Head) -> None:
         self.head = head
         self.tokens: list[list[int]] = []  # of each record, until it has ended
+        self.weights: list[int] = []  # likewise, the number of those that drew them
+        self.versions: list[tuple[int, int]] = []  # see `version_runs`
         self.texts: list[str] = []
         self.end: Outcome | None = None
         self.again = 0  # times that it was begun again since the last piece
@@ -62,7 +64,7 @@ class Kept:
             self._charge(self.texts[-1], 0)
             at += length
         self.count = len(self.texts) + 1
-        self._items = None
+        self._items, self.versions = None, list(whole.weights)
         self._end(whole.end)
 
     def add(self, record: PieceRecord) -> bytes:
@@ -71,6 +73,7 @@ class Kept:
         self._note(record)
         if self.end is None:
             self.tokens.append(record.tokens)
+            self.weights.append(record.weights)
         elif self._reasoning:
             self.end = msgspec.structs.replace(self.end, reasoning=self._reasoning)
             record = msgspec.structs.replace(record, end=self.end)
@@ -80,6 +83,8 @@ class Kept:
         items = self.items
         if record.text:
             items.push(record.text)
+        if record.tokens:
+            drawn(self.versions, self._num_tokens, record.weights)
         self._num_tokens += len(record.tokens)
         if items.reasons:
             self._reasoning = self._num_tokens
@@ -100,7 +105,7 @@ class Kept:
 
     def _end(self, end: Outcome) -> None:
         self.end = end
-        self.tokens = []  # nor is the prompt needed any more
+        self.tokens, self.weights = [], []  # nor is the prompt needed any more
         self.head = msgspec.structs.replace(self.head, submit=None)
         before, self._head_size = self._head_size, len(frame(self.head))
         self.size += self._head_size - before
@@ -126,11 +131,10 @@ class Kept:
         """All of it, as short as it can be said."""
         head = self.head
         if self.end is None:
-            return b"".join(
-                [frame(head), *(frame(PieceRecord(*one)) for one in zip(self.tokens, self.texts, strict=True))]
-            )
-        pieces = [text for text in self.texts if text]
-        return frame(head) + frame(Whole([len(piece) for piece in pieces], "".join(pieces), self.end))
+            pieces = zip(self.tokens, self.texts, self.weights, strict=True)
+            return b"".join([frame(head), *(frame(PieceRecord(*one[:2], None, one[2])) for one in pieces)])
+        texts = [text for text in self.texts if text]
+        return frame(head) + frame(Whole([len(text) for text in texts], "".join(texts), self.end, self.versions))
 
     # -- what is told
 

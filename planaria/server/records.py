@@ -68,11 +68,12 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PieceRecord(msgspec.Struct, frozen=True, array_like=True, tag="piece"):
-    """A piece: what a client is told at a time."""
+    """A piece: what a client is told at a time. weights: the number of those that drew its tokens."""
 
     tokens: list[int] = []
     text: str = ""
     end: Outcome | None = None
+    weights: int = 0
 
 
 class Again(msgspec.Struct, frozen=True, array_like=True, tag="again"):
@@ -80,17 +81,32 @@ class Again(msgspec.Struct, frozen=True, array_like=True, tag="again"):
 
 
 class Whole(msgspec.Struct, frozen=True, array_like=True, tag="whole"):
-    """All that came of one that has ended. lengths: of the pieces of its text, in characters."""
+    """All that came of one that has ended. lengths: of the pieces of its text, in characters; weights: see
+    `version_runs`."""
 
     lengths: list[int]
     text: str
     end: Outcome
+    weights: list[tuple[int, int]] = []
 
 
 Record = Head | PieceRecord | Again | Whole
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Record).decode
+
+
+def drawn(versions: list[tuple[int, int]], have: int, number: int) -> None:
+    """Another token, after `have`, is of weights of this number. versions: from which token on, and their number;
+    before them it is 0."""
+    if (versions[-1][1] if versions else 0) != number:
+        versions.append((have, number))
+
+
+def version_runs(versions: list[tuple[int, int]], first: int = 0) -> list[tuple[int, int]]:
+    """From which token on, of those from `first` on, which weights."""
+    before = next((number for at, number in reversed(versions) if at <= first), 0)
+    return [(first, before), *(run for run in versions if run[0] > first)]
 
 
 def frame(record: Record) -> bytes:

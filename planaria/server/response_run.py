@@ -46,9 +46,9 @@ class ResponseRun:
         if not why and (submit := head.submit) is not None:
             stream = choices_of(store.service, submit, head.reading)
             sequence = stream.sequences[0]
-            for tokens in kept.tokens:
+            for tokens, weights in zip(kept.tokens, kept.weights, strict=True):
                 if tokens:
-                    sequence.take(Delta(submit.id, len(sequence.tokens), tokens))
+                    sequence.take(Delta(submit.id, len(sequence.tokens), tokens, weights=weights))
             if sequence.text == "".join(kept.texts) and sequence.finish is None:
                 store.append(entry, kept.begin_again())
                 cls(store, entry, RequestInfo(head.id, head.uid, "POST", "/v1/responses"), stream).start()
@@ -122,7 +122,7 @@ class ResponseRun:
                 _STATUS[piece.finish], int(time.time()), "", stream.prompt_tokens, stream.completion_tokens, cached,
                 max(0, full - cached),
             )  # fmt: skip
-        self.store.record(self.entry, PieceRecord(list(piece.tokens), piece.text, end))
+        self.store.record(self.entry, PieceRecord(list(piece.tokens), piece.text, end, piece.weights))
         return b""
 
     def tail(self) -> bytes:

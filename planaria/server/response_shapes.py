@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from planaria.server.kept import Kept
-from planaria.server.records import ConversationItem
+from planaria.server.records import ConversationItem, version_runs
 from planaria.server.response_items import ResponseItem
 
 Json = dict[str, Any]
@@ -34,8 +34,14 @@ def response_of(kept: Kept, status: str = "") -> Json:
         "model": head.model, "output": _output(kept) if end is not None else [], "max_tool_calls": None,
         "parallel_tool_calls": True, "reasoning": {"effort": None, "summary": None}, "service_tier": "default",
         "tool_choice": "auto", "tools": [], "top_logprobs": 0, "usage": _usage(kept) if end is not None else None,
-        **head.fields,
+        **(_weights(kept) if end is not None else {}), **head.fields,
     }  # fmt: skip
+
+
+def _weights(kept: Kept) -> Json:
+    """Nothing, where they were not changed."""
+    runs = version_runs(kept.versions)
+    return {"weights_version": runs[-1][1], "weights_versions": runs} if kept.versions else {}
 
 
 def _usage(kept: Kept) -> Json | None:

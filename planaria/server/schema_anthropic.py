@@ -153,3 +153,5 @@ class MessagesResponse(Strict):
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
     stop_sequence: str | None
     usage: AnthropicUsage
+    weights_version: int | None = None  # of the last token, where weights were changed
+    weights_versions: list[tuple[int, int]] | None = None  # from which token on which version

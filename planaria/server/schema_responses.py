@@ -318,6 +318,8 @@ class ResponseObject(Strict):
     truncation: Literal["auto", "disabled"]
     usage: ResponseTokens | None
     user: str | None
+    weights_version: int | None = None  # of the last token, where weights were changed
+    weights_versions: list[tuple[int, int]] | None = None  # from which token on which version
 
 
 class ResponseDeleted(Strict):

@@ -19,6 +19,7 @@ import msgspec
 
 from planaria.errors import PlanariaError
 from planaria.server.detokenise import Detokenizer
+from planaria.server.records import drawn
 from planaria.server.tokenise import Tokenizer
 from planaria.types import Delta, FinishReason, KVLease, KVOffer, SamplingParams, TokenLogprobs
 from planaria.wire import Submit
@@ -41,16 +42,18 @@ class Piece:
 
     `offsets`: where in the choice's text each token with log-probabilities begins, in characters.
     `finish` is set on the last piece; `error` says why if it is "error" or "abort". `cancel`: the engine still runs the
-    sequence (a stop string is seen here, not there) and is to be told.
+    sequence (a stop string is seen here, not there) and is to be told. `first`: the index of its first token;
+    `weights`: the number of those that drew the last.
     """
 
     __slots__ = (
-        "cancel", "choice", "error", "finish", "logprobs", "offsets", "prompt_logprobs", "stop_reason", "text",
-        "tokens",
+        "cancel", "choice", "error", "finish", "first", "logprobs", "offsets", "prompt_logprobs", "stop_reason",
+        "text", "tokens", "weights",
     )  # fmt: skip
 
-    def __init__(self, choice: int, text: str, tokens: list[int]) -> None:
+    def __init__(self, choice: int, text: str, tokens: list[int], first: int = 0, weights: int = 0) -> None:
         self.choice, self.text, self.tokens = choice, text, tokens
+        self.first, self.weights = first, weights
         self.logprobs: list[TokenLogprobs] | None = None
         self.offsets: list[int] | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -68,6 +71,7 @@ class Piece:
             self.offsets = (self.offsets or []) + (later.offsets or [])
         self.prompt_logprobs = later.prompt_logprobs or self.prompt_logprobs
         self.finish, self.stop_reason = later.finish, later.stop_reason
+        self.weights = later.weights
 
 
 class Stream:
@@ -102,7 +106,7 @@ class Stream:
         self.finish: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
-        self.versions: list[tuple[int, int]] = []  # of weights: from which token on, and their number
+        self.versions: list[tuple[int, int]] = []  # of weights, see records.version_runs
         self.pooled: bytes | None = None  # a vector, in place of tokens
         self._keep_stop = params.include_stop_str_in_output
         self._eos = frozenset(submit.eos_ids) - frozenset(params.stop_token_ids)
@@ -203,7 +207,9 @@ class Stream:
             if detokenizer.offsets is not None:
                 offsets = detokenizer.offsets[len(self.tokens) :]
                 offsets += [self.text_length] * (len(tokens) - len(offsets))
-        piece = Piece(self.choice, text, tokens)
+        if tokens:
+            drawn(self.versions, len(self.tokens), delta.weights)
+        piece = Piece(self.choice, text, tokens, len(self.tokens), self.versions[-1][1] if self.versions else 0)
         self.tokens += tokens
         if text:
             self.text_parts.append(text)
@@ -225,14 +231,9 @@ class Stream:
             piece.cancel = cancel
         return piece
 
-    def drawn(self, version: int, count: int) -> None:
-        """The last `count` tokens are of weights of this number; without any `versions` all are of number 0."""
-        if count and (self.versions[-1][1] if self.versions else 0) != version:
-            self.versions.append((len(self.tokens) - count, version))
-
     def fail(self, message: str, finish: FinishReason = FinishReason.ERROR, *, cancel: bool = True) -> Piece:
         """End the sequence with an error. `cancel`: the engine may still run it."""
-        piece = Piece(self.choice, "", [])
+        piece = Piece(self.choice, "", [], len(self.tokens), self.versions[-1][1] if self.versions else 0)
         self.finish = piece.finish = finish
         self.error = piece.error = message
         piece.cancel = cancel

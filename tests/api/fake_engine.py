@@ -85,6 +85,7 @@ class FakeEngine:
         self.palette = palette(tokenizer) if tokenizer is not None else list(range(100, 200))
         self.delay = delay
         self.eos_every = 23  # on average
+        self.weights: Callable[[int], int] = lambda index: 0  # of a token of the output, which draw it
         self.script: dict[tuple[int, ...], list[int]] = {}  # prompt -> tokens to give, the last again and again
         self.open: dict[str, Running] = {}
         self.submitted: list[Submit] = []
@@ -267,7 +268,7 @@ class FakeEngine:
             return Delta(m.id, 0, [], FinishReason.STOP, num_cached=r.cached, pooled=vector(m.prompt).tobytes())
         index = len(r.output)
         token = self.draw(m, index)
-        delta = Delta(m.id, index, [token])
+        delta = Delta(m.id, index, [token], weights=self.weights(index))
         if m.params.logprobs is not None:
             delta.logprobs = [self._logprobs(token, index, m.params.logprobs)]
         if index == 0:

@@ -197,6 +197,31 @@ def test_chat_whose_reasoning_is_told_apart(reasoner, options):
         assert message["content"] == "" and message["reasoning"] == message["reasoning_content"]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("more", [{}, {"return_token_ids": True}, {"logprobs": 1}])
+@pytest.mark.parametrize("reads", [False, True])
+def test_each_token_says_whose_it_is(harness, reasoner, path, more, reads):
+    """Nothing before weights are changed, then with each piece; and all of it at the end."""
+    chat, used = "chat" in path, reasoner if reads else harness
+    asked = {"messages": [{"role": "user", "content": "Hi"}]} if chat else {"prompt": "Hi"}
+    if chat and "logprobs" in more:
+        more = {"logprobs": True}
+    versions = [0, 0, 0, 1, 1, 4, 4, 4]
+    used.engine.weights = versions.__getitem__
+    try:
+        whole, chunks, _ = used.both(path, asked | more | {"max_tokens": 8, "ignore_eos": True, "temperature": 0})
+    finally:
+        used.engine.weights = lambda index: 0
+    pieces = [c for chunk in chunks for c in chunk["choices"] if not chat or "role" not in c["delta"]]
+    *before, last = pieces
+    said = [c.get("weights_version", 0) for c in pieces if not reads or not chat or "weights_version" in c]
+    assert said == (versions if not reads or not chat else versions[3:]), said
+    assert not any("weights_versions" in c for c in before) and "weights_version" not in pieces[0]
+    runs = [[0, 0], [3, 1], [5, 4]]
+    assert last["weights_versions"] == whole["choices"][0]["weights_versions"] == runs
+    assert whole["choices"][0]["weights_version"] == 4
+
+
 def check_text(harness, body, choice, text, whole, total):
     """The text is what its tokens decode to, cut where a stop says."""
     tokenizer = harness.tokenizer

@@ -58,6 +58,8 @@ def test_what_comes_next_is_of_the_new_ones(folders: list[str], told: list[list[
         for number, which in enumerate((1, 0, 1), 1):
             llm.update_weights(folders[which])
             assert llm.weights_version == number
+            (choice,) = llm.generate([PROMPT], GREEDY)[0].outputs
+            assert choice.weights_versions == [(0, number)] and choice.weights_version == number
             assert [tokens(llm), tokens(llm)] == [told[which]] * 2
         if ranks > 1:
             os.kill(llm._loop.gang.members[1].pid, signal.SIGKILL)
@@ -117,14 +119,19 @@ def test_streams_go_on_with_them(folders: list[str], told: list[list[int]]) -> N
 
     core.plan = no_further  # type: ignore[method-assign]
 
+    versions = list[int]()
+
     async def main() -> tuple[list[int], int]:
         stream, found = aiter(engine.generate(PROMPT, GREEDY)), list[int]()
         while len(found) < 4:
-            found += (await anext(stream)).token_ids
+            piece = await anext(stream)
+            found += piece.token_ids
+            versions.extend([piece.weights_version] * len(piece.token_ids))
         await engine.update_weights(folders[1])
         go.set()
         async for piece in stream:
             found += piece.token_ids
+            versions.extend([piece.weights_version] * len(piece.token_ids))
         with pytest.raises(ModelError):
             await engine.update_weights("/nowhere/at/all")
         return found, engine.weights_version
@@ -133,6 +140,8 @@ def test_streams_go_on_with_them(folders: list[str], told: list[list[int]]) -> N
         found, version = asyncio.run(asyncio.wait_for(main(), 60))
     finally:
         engine.close()
+    changed = versions.index(1)
+    assert changed >= 4 and versions == [0] * changed + [1] * (len(found) - changed)
     assert version == 1 and len(found) == GREEDY.max_tokens and found[:4] == told[0][:4]
     same = next(i for i in range(len(found) + 1) if found[:i] != told[0][:i]) - 1
     with LLM(folders[1], **OPTIONS) as llm:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -58,7 +59,10 @@ def test_every_engine_has_them_also_those_that_come_later(server: Server, folder
         assert done.status_code == 200, done.text
         assert [engine["weights_version"] for engine in done.json()["engines"]] == [1, 1]
         assert httpx2.post(server.url + "/wake_up").status_code == 200
-        *_, last = lines
+        *pieces, last = lines
+    told = [json.loads(line[6:])["choices"][0] for line in pieces]
+    said = [choice.get("weights_version", 0) for choice in told if choice["token_ids"]]
+    assert said == sorted(said) and set(said) == {0, 1}, "each piece says whose its tokens are"
     assert '"weights_version":1,"weights_versions":[[0,0],[' in last, last
     after = [ask(server) for _ in range(4)]
     assert all(choice["weights_versions"] == [[0, 1]] and choice["weights_version"] == 1 for choice in after)
@@ -69,7 +73,8 @@ def test_every_engine_has_them_also_those_that_come_later(server: Server, folder
     for pid in engines:
         os.kill(pid, signal.SIGKILL)
     wait_until("there are others", lambda: len(set(server.engine_pids()) - set(engines)) == 2)
-    assert ask(server)["token_ids"] == after[0]["token_ids"]
+    again = ask(server)
+    assert again["token_ids"] == after[0]["token_ids"] and again["weights_versions"] == [[0, 1]]
 
     with SharedWeights(load_file(folders[0] / "model.safetensors")) as weights:
         done = httpx2.post(server.url + "/update_weights", json={"handle": weights.handle}, timeout=PATIENCE)
