@@ -96,10 +96,14 @@ def _fields(packed: Bytes, bits: int, run: int) -> Bytes:
 
 def _k_scales(b: Bytes) -> tuple[Small, Small | None]:
     """Scales and minima of 6 bits in 12 bytes, as Q4_K and Q5_K have them."""
-    scale, minimum, upper = b[..., 4:8], b[..., 8:12], b[..., 12:16]
-    scales = np.concatenate([scale & 63, (upper & 15) | (scale >> 6 << 4)], -1)
-    minima = np.concatenate([minimum & 63, (upper >> 4) | (minimum >> 6 << 4)], -1)
-    return scales.view(np.int8), minima.view(np.int8)
+    words = np.ascontiguousarray(b[..., 4:16]).view("<u4")  # four at a time
+    upper = words[..., 2]
+    found = np.empty((2, *words.shape[:-1], 2), "<u4")
+    for i, (own, more) in enumerate(((words[..., 0], upper), (words[..., 1], upper >> np.uint32(4)))):
+        found[i, ..., 0] = own & np.uint32(0x3F3F3F3F)
+        found[i, ..., 1] = more & np.uint32(0x0F0F0F0F) | own >> np.uint32(2) & np.uint32(0x30303030)
+    scales, minima = found.view(np.int8)
+    return scales, minima
 
 
 def _q6_k_scales(b: Bytes) -> tuple[Small, Small | None]:

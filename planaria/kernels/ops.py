@@ -34,13 +34,38 @@ RopeTable = Any
 LoraTable = Any  # of one weight: the low-rank product of each slot
 
 
+class Stacked:
+    """Arrays [n, K] of one kind, one below the other, none of which is copied: rows are taken from where they are."""
+
+    def __init__(self, parts: Sequence[npt.NDArray[Any]]) -> None:
+        self.parts, self.dtype = tuple(parts), parts[0].dtype
+        self.shape = sum(map(len, parts)), parts[0].shape[1]
+        self.size = self.shape[0] * self.shape[1]
+
+    def __getitem__(self, rows: slice) -> npt.NDArray[Any]:
+        """Copied only where they are of several."""
+        first, last, _ = rows.indices(self.shape[0])
+        found, at = [], 0
+        for part in self.parts:
+            if at < last and at + len(part) > first:
+                found.append(part[max(0, first - at) : last - at])
+            at += len(part)
+        return found[0] if len(found) == 1 else np.concatenate(found) if found else self.parts[0][:0]
+
+    def whole(self) -> npt.NDArray[Any]:
+        return np.concatenate(self.parts)
+
+
+Rows = npt.NDArray[Any] | Stacked
+
+
 @dataclass
 class Quantized:
     """A weight [N, K] as the file packs it: `data` uint8 [N, bytes per row] of whole blocks of a kind (blocks.py) along
     K. skip: weights of the first block that were cut off, a multiple of 32; the last block may end behind K."""
 
     kind: str
-    data: npt.NDArray[np.uint8]
+    data: Any  # Rows of uint8
     shape: tuple[int, int]
     skip: int = 0
 

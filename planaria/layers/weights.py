@@ -17,7 +17,7 @@ import numpy.typing as npt
 from planaria.errors import PlanariaError
 from planaria.kernels.blocks import BLOCK, KINDS
 from planaria.kernels.numbers import to_float32
-from planaria.kernels.ops import Ops, Quantized, Weight
+from planaria.kernels.ops import Ops, Quantized, Rows, Stacked, Weight
 from planaria.kernels.quant import dequantise, quantise
 from planaria.layers.rope import rope_tables
 from planaria.models.config import RopeConfig
@@ -237,9 +237,10 @@ class WeightLoader:
         self.used.add(name)
         self.num_weights += wanted
 
-    def _pack(self, weight: Array | Quantized, bias: Array | None = None) -> Weight:
+    def _pack(self, weight: Rows | Quantized, bias: Array | None = None) -> Weight:
         assert self._ops is not None
-        packed = self._ops.pack(weight, bias)
+        given: Any = weight if getattr(self._ops, "stacks", False) else in_one(weight)
+        packed = self._ops.pack(given, bias)
         size = weight.data.size if isinstance(weight, Quantized) else weight.size * self._itemsize
         self.num_bytes += size + (0 if bias is None else bias.size * self._itemsize)
         return packed
@@ -281,7 +282,7 @@ def ordered(rows: Array, order: tuple[int, ...] | None) -> Array:
     return rows if order is None else rows[list(order)]
 
 
-def stack(weights: Sequence[Array | Quantized], single: bool = False) -> list[Array | Quantized]:
+def stack(weights: Sequence[Array | Quantized], single: bool = False) -> list[Rows | Quantized]:
     """Weights one below the other, as few as can be: neighbours that are packed alike become one. Where more are left,
     and there is to be a single one or no part of a product can begin where one of them does, they become plain."""
     runs = [list(run) for _, run in groupby(weights, _form)]
@@ -294,14 +295,21 @@ def _form(weight: Array | Quantized) -> tuple[str, int] | None:
     return (weight.kind, weight.skip) if isinstance(weight, Quantized) else None
 
 
-def _joined(run: Sequence[Array | Quantized]) -> Array | Quantized:
+def in_one(weight: Rows | Quantized) -> Array | Quantized:
+    """In one array, as back ends want it that don't pack from where it is."""
+    if isinstance(weight, Quantized):
+        return replace(weight, data=in_one(weight.data))
+    return weight.whole() if isinstance(weight, Stacked) else weight
+
+
+def _joined(run: Sequence[Array | Quantized]) -> Rows | Quantized:
     first = run[0]
     if len(run) == 1:
         return first
     if isinstance(first, Quantized):
-        rows = [w.data for w in run if isinstance(w, Quantized)]
-        return replace(first, data=np.concatenate(rows), shape=(sum(map(len, rows)), first.shape[1]))
+        rows = Stacked([w.data for w in run if isinstance(w, Quantized)])
+        return replace(first, data=rows, shape=(rows.shape[0], first.shape[1]))
     plain = [w for w in run if not isinstance(w, Quantized)]
     if len({w.dtype for w in plain}) > 1:
         plain = [to_float32(w) for w in plain]
-    return np.concatenate(plain)
+    return Stacked(plain)

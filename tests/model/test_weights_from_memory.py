@@ -159,7 +159,7 @@ WRONG: list[tuple[Callable[[Tensors], object], str]] = [
     (lambda t: t.update({"model.norm.weight": np.zeros(64, np.int64)}), "is of i64, the engine's of f32"),
     (lambda t: t.update({"model.norm.weight": np.zeros(64, complex)}), "is of complex128; known: float64"),
     (lambda t: t.update({"model.norm.weight": [1.0] * 64}), "is a list; give NumPy arrays or torch tensors"),
-    (lambda t: t.update({7: np.zeros(1)}), "tensor 7: is no name"),
+    (lambda t: t.update({7: np.zeros(1)}), "tensor 7: its name isn.t one"),
     (lambda t: t.clear(), "there are no tensors"),
     (lambda t: t.update({"x" * (9 << 20): np.zeros(1)}), "have names of"),
 ]
@@ -189,7 +189,7 @@ def test_engines_that_cannot_have_any(folders: list[str]) -> None:
     replace = msgspec.structs.replace
     with SharedWeights(of(folders[0])) as weights:
         nodes = replace(config, parallel=replace(config.parallel, nnodes=2))
-        with pytest.raises(ConfigError, match="can't be seen from 2 nodes: write them to a folder that all see"):
+        with pytest.raises(ConfigError, match="can't be seen from 2 nodes; write them to a folder that all see"):
             other_tensors(nodes, weights)
         packed = replace(config, checkpoint={**config.checkpoint, "format": "gguf"})
         with pytest.raises(ConfigError, match="can't take the place of a gguf file's"):

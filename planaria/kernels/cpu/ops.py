@@ -28,7 +28,7 @@ from planaria.kernels.cpu.running import runner
 from planaria.kernels.cpu.tape import Act
 from planaria.kernels.cpu.team import Team
 from planaria.kernels.numbers import to_float32
-from planaria.kernels.ops import Batch, CacheMemory, PartMemory, Quantized
+from planaria.kernels.ops import Batch, CacheMemory, PartMemory, Quantized, Rows
 from planaria.mesh.all2all import All2All
 from planaria.mesh.comm import Comm, NativeComm, Solo
 
@@ -41,6 +41,8 @@ class CpuOps:
     ends its threads. tp: the tensor ranks that hold the other parts; where they share memory
     (shared.py), all that passes between them happens inside the native call, otherwise the recording is run in pieces.
     """
+
+    stacks = True  # `pack` takes `Stacked` rows
 
     def __init__(
         self, dtype: str, threads: int, cache_dir: Path | None = None, *, isa: str | None = None, tp: Comm | None = None
@@ -79,7 +81,7 @@ class CpuOps:
 
     # Loading
 
-    def pack(self, weight: npt.NDArray[Any] | Quantized, bias: npt.NDArray[Any] | None = None) -> Packed:
+    def pack(self, weight: Rows | Quantized, bias: npt.NDArray[Any] | None = None) -> Packed:
         """A weight [N, K] and bias [N] as the kernels read it; a `Quantized` keeps its codes and float16 scales."""
         return pack(weight, bias, self.target, self.part or self._arena, self.threads, self._kinds)
 

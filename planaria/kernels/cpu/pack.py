@@ -26,9 +26,10 @@ from planaria.kernels.cpu.build import KindKernels
 from planaria.kernels.cpu.micro import DENSE
 from planaria.kernels.cpu.target import Target
 from planaria.kernels.numbers import WORTH_THREADS, in_parts, to_bfloat16, to_float32
-from planaria.kernels.ops import PartMemory, Quantized
+from planaria.kernels.ops import PartMemory, Quantized, Rows
 
 PART = 1 << 18  # elements taken at a time, to bound temporary memory and to stay in caches
+BLOCKS_PART = 1 << 20  # of packed ones: between two parts threads wait for the interpreter
 Array = npt.NDArray[Any]
 Kinds = Callable[[int], KindKernels]
 
@@ -67,7 +68,7 @@ def up(value: int, unit: int) -> int:
 
 
 def pack(
-    weight: Array | Quantized, bias: Array | None, target: Target, arena: PartMemory, threads: int = 1,
+    weight: Rows | Quantized, bias: Array | None, target: Target, arena: PartMemory, threads: int = 1,
     kinds: Kinds | None = None,
 ) -> Packed:  # fmt: skip
     """Weight [N, K] and bias [N] or None in the layout above. kinds: kernels of a quantised one's kind
@@ -142,10 +143,10 @@ def _pack_blocks(
     stride = up(code_bytes + scale_bytes + shared_bytes, 64)
     data, shift = _room(panels, stride, bias, arena)
     lines, first_block = data[: panels * stride].reshape(panels, stride), weight.skip // BLOCK
-    file, place = np.ascontiguousarray(weight.data), kinds(kind.number).place
+    place = kinds(kind.number).place
 
     def some(first: int, last: int) -> None:
-        raw, count = file[first * 16 : last * 16], last - first
+        raw, count = np.ascontiguousarray(weight.data[first * 16 : last * 16]), last - first
         place(raw.ctypes.data, raw.shape[1], len(raw), first_block, blocks, lines[first:].ctypes.data, stride)
         if len(raw) < count * 16:
             raw = np.concatenate([raw, np.zeros((count * 16 - len(raw), raw.shape[1]), np.uint8)])
@@ -158,5 +159,5 @@ def _pack_blocks(
             mine = each.reshape(count, 16, -1, groups)[:, :, first_block : first_block + blocks]
             own.view(np.int8).reshape(count, blocks, both, groups, 16)[:, :, i] = mine.transpose(0, 2, 3, 1)
 
-    in_parts(panels, PART // (16 * columns), threads if rows * columns >= WORTH_THREADS else 1, some)
+    in_parts(panels, BLOCKS_PART // (16 * columns), threads if rows * columns >= WORTH_THREADS else 1, some)
     return Packed(kind.number, rows, columns, panels, blocks, stride, code_bytes + first_block, data, shift)
