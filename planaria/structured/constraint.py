@@ -34,6 +34,7 @@ PATIENCE = 0.01  # seconds in which a step waits for what isn't ready, in all
 EACH = 0.005  # seconds of a processor that a row's tokens may take, each
 AT_FIRST = 0.5  # and so many more, in all
 
+TOO_COMPLEX = "the grammar of structured_outputs is too complex"
 DEAD_END = "the grammar of structured_outputs allows no token here"
 
 Vocabulary = Callable[[int], "llguidance.LLTokenizer"]  # by the token that stands for the end
@@ -79,7 +80,7 @@ class Constraint:
         self.mask_bytes = (tokens + 31) // 32 * 4
         self.bits = np.zeros(-(-max(self.size, self.mask_bytes * 8) // 64), np.uint64)
         for token in output:
-            self._take(token)
+            self._take(token, f"token {token} does not follow the grammar of structured_outputs")
         self._look()
 
     def settle(self) -> None:
@@ -89,7 +90,7 @@ class Constraint:
             return
         try:
             since = time.thread_time()
-            self._take(token)
+            self._take(token, TOO_COMPLEX)  # it was allowed
             self._look()
             self.looks += 1
             self.spent += time.thread_time() - since
@@ -99,11 +100,16 @@ class Constraint:
             each = 1e3 * self.spent / self.looks
             self.error = f"the grammar of structured_outputs takes {each:.1f} ms a token; at most {1e3 * EACH:g}"
 
-    def _take(self, token: int) -> None:
+    def _take(self, token: int, why_not: str) -> None:
+        """why_not: what it means when the grammar can't go on with it."""
         assert self.matcher is not None
         self.over = self.over or token in self.ends
         if not self.over and not self.error and not self.matcher.consume_token(token):
-            self.error = f"token {token} does not follow the grammar of structured_outputs: {self.matcher.get_error()}"
+            self._fail(why_not)
+
+    def _fail(self, why: str) -> None:
+        assert self.matcher is not None
+        self.error = f"{why}: {self.matcher.get_error().splitlines()[0]}"
 
     def _look(self) -> None:
         """For what may come next."""
@@ -118,7 +124,7 @@ class Constraint:
         bits = self.bits
         matcher.unsafe_compute_mask_ptr(bits.ctypes.data, self.mask_bytes)
         if matcher.is_error():
-            self.error = f"the grammar of structured_outputs is too complex: {matcher.get_error().splitlines()[0]}"
+            self._fail(TOO_COMPLEX)
             return
         self._allow(bits, accepting=matcher.is_accepting())
 

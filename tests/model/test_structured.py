@@ -249,6 +249,13 @@ def test_a_grammar_that_takes_too_long_ends_its_row(monkeypatch: pytest.MonkeyPa
     assert "ms a token" in str(first.error)
 
 
+def test_what_can_be_followed_for_ever_is_too_complex(llm: LLM) -> None:
+    """The library looks ahead for what is sure to come, and gives up. The token itself was allowed, and no mistake."""
+    bound = SamplingParams(max_tokens=8, structured_outputs=StructuredOutputsParams(grammar='start: a\na: "x" a'))
+    (first,) = llm.generate([PROMPT], [bound])[0].outputs
+    assert first.finish_reason == "error" and "is too complex: " in str(first.error), first
+
+
 def test_an_ambiguous_grammar_ends_its_row_before_it_takes_long(llm: LLM) -> None:
     """Each token more can be read in as many ways again. What its next mask takes is counted, and others go on."""
     rules = [f"way_{i}: any way_{(i + 1) % 40} | LETTER" for i in range(40)]
