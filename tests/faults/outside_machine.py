@@ -75,11 +75,6 @@ def stress_io(scene: Scene) -> None:
     beside(scene, "--io", "4", "--hdd", "2", "--hdd-bytes", "64M")
 
 
-@outside("stress-switch", "`stress-ng --switch 4 --fork 2`, and rank 1 is killed meanwhile", RECOVERED)
-def stress_switch(scene: Scene) -> None:
-    beside(scene, "--switch", "4", "--fork", "2")
-
-
 # -- limits of a group of processes
 
 
