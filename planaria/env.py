@@ -72,8 +72,11 @@ def visible(platform: Platform) -> list[str] | None:
 
 
 def visible_devices(platform: Platform, ids: Sequence[int]) -> dict[str, str]:
-    """What a process must have in its environment to see these devices only; nothing for none."""
-    return {platform.masks[0]: ",".join(map(str, ids))} if ids and platform.masks else {}
+    """What a process must have in its environment to see these devices only, each once; nothing for none, but where
+    this process's own mask lists one twice."""
+    seen = visible(platform) or []
+    told = list(dict.fromkeys(map(str, ids) if ids else seen if len(set(seen)) < len(seen) else ()))
+    return {platform.masks[0]: ",".join(told)} if told and platform.masks else {}
 
 
 def outer_launcher() -> OuterLauncher | None:

@@ -169,7 +169,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """Answer to Join. `segments[axis]`: (descriptor, inode) of a memory file of process `pid`, from the first rank of
     a group along that axis; ranks with the same `home` can open it. `store`: where rank 0 hosts the store that groups
     across nodes meet at. `door`: a port that accepts connections, for checking who reaches whom. `experts`: of each
-    layer with experts that this rank has a part in, (its number among them, experts in this rank's memory).
+    layer with experts that this rank has a part in, (its number among them, experts in this rank's memory). `device`:
+    that it computes on, as its node numbers them; -1: cores.
     """
 
     rank: int
@@ -185,6 +186,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     experts: tuple[tuple[int, tuple[int, ...]], ...] = ()
     kv: tuple[int, ...] = ()  # numbers of KV that outlived the rank before it, or its own epoch
     digest: str = ""  # of the configuration, joined with the layout in force; `hashes` tell by which field two differ
+    device: int = -1
 
 
 class Regroup(msgspec.Struct, frozen=True, array_like=True, tag="regroup"):

@@ -89,10 +89,10 @@ def torch_installed() -> bool:
 
 
 def num_accelerators() -> int:
-    """That this process may use."""
+    """That this process may use. One that the mask lists twice counts twice: two ranks may be on it."""
     platform = present_platform()
     present, seen = _present(platform), visible(platform)
-    return present if seen is None else min(present, len(seen))
+    return present if seen is None else len(seen) if 0 < len(set(seen)) <= present else min(present, len(seen))
 
 
 def accelerator_ids() -> list[int]:

@@ -1,12 +1,14 @@
 """What a rank brings to the groups of an epoch, and how it meets the others from what all of them brought.
 
 The first rank of a group makes its memory file; ranks of the same home open it. A group that spans nodes, that has no
-shared memory, or that was asked to do without (`disable_custom_all_reduce`) meets at a store that rank 0 hosts.
+shared memory, or that was asked to do without (`disable_custom_all_reduce`) meets at a store that rank 0 hosts. Ranks
+on devices meet there by NCCL, where it takes them (ways).
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import threading
@@ -16,9 +18,12 @@ from typing import Any
 from planaria.mesh.comm import DEADLINE, CollectiveAborted, Comm, Solo
 from planaria.mesh.mesh import Mesh
 from planaria.mesh.segment import create_segment, fence_segment
+from planaria.mesh.ways import MEMORY, NCCL, choose
 from planaria.node import Shared
 from planaria.protocol import Hello
 from planaria.topology import Layout
+
+logger = logging.getLogger("planaria.mesh")
 
 FEW = 4  # messages of experts that are on their way: each is large
 
@@ -88,6 +93,13 @@ class Opening:
                 self._end = None
 
 
+def _say(way: str, line: str, ranks: Sequence[int], place: int) -> str:
+    """The way that a group has, which its first rank tells people of, if it isn't the usual one."""
+    level = logging.WARNING if place == 0 and way != NCCL else logging.DEBUG
+    logger.log(level, "ranks %s meet by %s", ", ".join(map(str, ranks)), line)
+    return way
+
+
 def open_mesh(
     rank: int, layout: Layout, epoch: int, members: Sequence[Hello], *, fast: bool,
     shared: Callable[[], Callable[..., Comm]], lanes: int = 1, crowded: bool = False, on_devices: bool = False,
@@ -102,30 +114,43 @@ def open_mesh(
     def group(axis: str, ranks: tuple[int, ...]) -> Comm:
         if len(ranks) == 1:
             return Solo(rank)
-        own, first = members[rank], members[ranks[0]]
-        place = ranks.index(rank)
-        if fast and not on_devices and axis in first.segments and all(members[r].home == own.home for r in ranks):
-            fd = Shared(first.pid, *first.segments[axis]).open()
-            try:
-                make = shared()
-                with opening.waiting(lambda: fence_segment(fd)):
-                    if axis == "experts":
-                        return make(fd, place, ranks, deadline=deadline, crowded=True, ring=FEW)
-                    many = lanes if axis == "tp" else 1
-                    return make(fd, place, ranks, deadline=deadline, crowded=crowded, lanes=many)
-            finally:
-                os.close(fd)
-        store = members[0].store
+        theirs = [members[r] for r in ranks]
+        if on_devices:
+            from planaria.mesh.nccl import available
+            from planaria.mesh.staged import StagedComm
+
+            way = _say(*choose(theirs, available()), ranks, ranks.index(rank))
+            if way == NCCL:
+                return by_store(axis, ranks, by_nccl=True)
+            return StagedComm(by_memory(axis, ranks) if way == MEMORY else by_store(axis, ranks))
+        if fast and axis in theirs[0].segments and all(each.home == members[rank].home for each in theirs):
+            return by_memory(axis, ranks)
+        return by_store(axis, ranks)
+
+    def by_memory(axis: str, ranks: tuple[int, ...]) -> Comm:
+        first, place = members[ranks[0]], ranks.index(rank)
+        fd = Shared(first.pid, *first.segments[axis]).open()
+        try:
+            make = shared()
+            with opening.waiting(lambda: fence_segment(fd)):
+                if axis == "experts":
+                    return make(fd, place, ranks, deadline=deadline, crowded=True, ring=FEW)
+                many = lanes if axis == "tp" and not on_devices else 1
+                return make(fd, place, ranks, deadline=deadline, crowded=crowded, lanes=many)
+        finally:
+            os.close(fd)
+
+    def by_store(axis: str, ranks: tuple[int, ...], *, by_nccl: bool = False) -> Comm:
+        store, place = members[0].store, ranks.index(rank)
         if store is None:
             raise ValueError(f"rank {rank}: the {axis} group of ranks {ranks} has neither shared memory nor a store")
-        from planaria.mesh import nccl
         from planaria.mesh.gloo import IN_FLIGHT, GlooComm, join_store, leave_store
+        from planaria.mesh.nccl import NcclComm
 
-        kind = nccl.NcclComm if on_devices and nccl.available() else GlooComm
         met = join_store(*store, deadline=deadline)
         with opening.waiting(lambda: leave_store(met)):
-            return kind(
-                met, f"{epoch}/{axis}/{ranks[0]}", place, ranks, host=own.address, deadline=deadline,
+            return (NcclComm if by_nccl else GlooComm)(
+                met, f"{epoch}/{axis}/{ranks[0]}", place, ranks, host=members[rank].address, deadline=deadline,
                 in_flight=FEW if axis == "experts" else IN_FLIGHT,
             )  # fmt: skip
 

@@ -80,6 +80,7 @@ class Groups:
             rank, os.getpid(), place.home, place.node, place.address, compared(config), hash_fields(config),
             self._segments, store, self._door.port if self._door is not None else 0, held,
             kv, compute_hash(config, str(layout)),
+            -1 if config.device.platform.on_host else next(iter(place.devices), 0),
         )  # fmt: skip
 
     def meet(self, command: Regroup) -> None:

@@ -1,4 +1,5 @@
-"""Groups over NCCL, with a process and a device for each rank: the operations, and the end of waits."""
+"""Groups over NCCL, with a process and a device for each rank: the operations, and the end of waits. And ranks that
+share one device."""
 
 from __future__ import annotations
 
@@ -6,16 +7,16 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from planaria.mesh.gloo import open_store
+from tests.model.checkpoints import write_checkpoint
+from tests.model.engines import Engine, texts
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants two CUDA devices for two ranks"),
-]
+pytestmark = pytest.mark.gpu
 
 RANK = """
 import os, signal, sys, threading
@@ -63,6 +64,7 @@ comm.close()
 """
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants two CUDA devices for two ranks")
 @pytest.mark.parametrize("what", ["go on", "stop"])
 def test_two_devices(what: str) -> None:
     _store, port = open_store("127.0.0.1")
@@ -89,3 +91,16 @@ def test_two_devices(what: str) -> None:
             rank.send_signal(signal.SIGCONT)
             rank.kill()
             rank.wait()
+
+
+def test_two_ranks_on_one_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An engine of two tensor ranks gives the tokens of one rank, also after one is killed."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,0")
+    model = str(write_checkpoint(tmp_path, "llama", num_hidden_layers=4))
+    asked, options = texts(100, [(70, 20), (40, 20)]), {"device": "cuda", "kernels": "torch"}
+    with Engine(model, **options) as engine:
+        expected = engine.run(asked)
+    with Engine(model, tensor_parallel_size=2, **options) as engine:
+        assert engine.run(asked) == expected
+        assert engine.run(asked, 4, lambda: engine.kill(1, signal.SIGKILL)) == expected
+        assert engine.loop.core is not None and engine.loop.core.replayed_tokens == 0

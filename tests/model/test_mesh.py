@@ -34,6 +34,7 @@ from planaria.mesh.gloo import GlooComm, join_store, leave_store, open_store
 from planaria.mesh.mesh import Mesh
 from planaria.mesh.nccl import NcclComm
 from planaria.mesh.segment import create_segment, fence_segment
+from planaria.mesh.staged import StagedComm
 from planaria.protocol import Hello
 from planaria.topology import Layout
 from planaria.worker.torch_stage import TorchStage
@@ -64,10 +65,11 @@ class Group:
         entry = load(target_for("float32"))
 
         def make(rank: int) -> Comm:
-            if kind != "shared":
+            if kind not in ("shared", "staged"):
                 made = {"gloo": GlooComm, "nccl": Pretend}[kind]
                 return made(store, "group", rank, members, deadline=deadline)
-            return SharedComm(self.fd, rank, members, entry, deadline=deadline, crowded=True)
+            found = SharedComm(self.fd, rank, members, entry, deadline=deadline, crowded=True)
+            return StagedComm(found) if kind == "staged" else found
 
         self.comms: list[Comm] = list(self.pool.map(make, range(size)))
 
@@ -82,7 +84,7 @@ class Group:
         os.close(self.fd)
 
 
-KINDS = [("shared", 2), ("shared", 3), ("gloo", 2), ("gloo", 3), ("nccl", 2), ("nccl", 3)]
+KINDS = [("shared", 2), ("shared", 3), ("staged", 2), ("gloo", 2), ("gloo", 3), ("nccl", 2), ("nccl", 3)]
 
 
 @pytest.fixture(params=KINDS, ids=lambda p: f"{p[0]}-{p[1]}")
@@ -99,7 +101,7 @@ def values(rank: int, shape: tuple[int, ...]) -> torch.Tensor:
 
 def of(comm: Comm, x: torch.Tensor) -> Array:
     """What a rank has of a group's kind: tensors only on a device."""
-    return x if isinstance(comm, NcclComm) else x.numpy()
+    return x if isinstance(comm, NcclComm | StagedComm) else x.numpy()
 
 
 @pytest.mark.parametrize("count", [1, 16, 576, 4100, 3 * SLOT // 4 + 5])
@@ -440,6 +442,33 @@ def test_hidden_states_stay_on_the_device_where_the_group_takes_them_there() -> 
     first, second = group.run(work)
     assert first == (None, [(0, [1], [[77]])]) and torch.equal(second, values(3, (5, 12)))
     group.close()
+
+
+def test_two_ranks_on_one_device_share_memory_and_say_why(caplog: pytest.LogCaptureFixture) -> None:
+    segments = create_segments(0, Layout(tp=2))
+    store, port = open_store("127.0.0.1")
+    first, second = (msgspec.structs.replace(hello(rank), device=3) for rank in range(2))
+    first = msgspec.structs.replace(first, segments=segments, store=("127.0.0.1", port))
+    entry = load(target_for("float32"))
+
+    def meet(rank: int, members: list[Hello]) -> Mesh:
+        make = partial(SharedComm, entry=entry)
+        return open_mesh(rank, Layout(tp=2), 0, members, fast=False, shared=lambda: make, on_devices=True)
+
+    def both(second: Hello) -> list[Mesh]:
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(meet, range(2), [[first, second]] * 2))
+
+    for mesh in both(second):
+        assert isinstance(mesh.tp, StagedComm) and isinstance(mesh.tp.base, SharedComm)
+        mesh.close()
+    assert "ranks 0, 1 meet by shared memory (not NCCL: " in caplog.text
+    for mesh in both(msgspec.structs.replace(second, home="elsewhere")):
+        assert isinstance(mesh.tp, StagedComm | NcclComm) and not isinstance(getattr(mesh.tp, "base", None), SharedComm)
+        mesh.close()
+    for fd, _ in segments.values():
+        os.close(fd)
+    del store
 
 
 @pytest.mark.row("P1")

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from planaria.kernels.gpu.graphs import MOST_ROWS, OFTEN, StepGraphs, StepShape, shape_of
+from planaria.kernels.gpu.ops import GpuOps
 from planaria.kernels.gpu.step import Places, lay_out
 from planaria.kernels.ops import Batch
+from planaria.mesh.comm import Solo
 
 ONE = StepShape(1, 1, 512)
 
@@ -125,6 +127,17 @@ def test_other_steps_have_no_shape() -> None:
     batch = batch_of([1, 1])
     batch.counts[2] = 1  # a row that draws nothing
     assert shape_of(batch, 4096) is None
+
+
+@pytest.mark.parametrize(("carried_by", "recordings"), [("meta", 1), ("cpu", 0)])
+def test_sums_that_go_through_main_memory_are_not_recorded(carried_by: str, recordings: int) -> None:
+    class Two(Solo):
+        size, device = 2, carried_by
+
+    ops = GpuOps("meta", "bfloat16", tp=Two())
+    ops.recorder = Recording()
+    ops.compile(lambda own: own, Batch(8, 2, 4, 2))
+    assert len(ops.graphs) == recordings
 
 
 @pytest.mark.parametrize("each", [1, 2])

@@ -37,6 +37,17 @@ def test_what_a_node_has_and_which_is_the_ranks(
     assert [own_device((id,), visible(CUDA)) for id in ids] == list(range(len(ids)))
 
 
+def test_a_device_that_is_listed_twice_has_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.glob, "glob", lambda pattern: [f"/dev/nvidia{i}" for i in range(2)])
+    for mask, ids, told in (("1,1", [1, 1], "1"), ("0,1,0", [0, 1, 0], "0,1"), ("0,1", [0, 1], None)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+        assert (machine.accelerator_ids(), machine.num_accelerators()) == (ids, len(ids))
+        # what its ranks' processes are told has each once, and each finds its own there
+        assert visible_devices(CUDA, []) == ({"CUDA_VISIBLE_DEVICES": told} if told else {})
+        assert own_device((ids[-1],), (told or mask).split(",")) == (told or mask).split(",").index(str(ids[-1]))
+    assert visible_devices(CUDA, [1, 1]) == {"CUDA_VISIBLE_DEVICES": "1"}
+
+
 @pytest.fixture
 def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine with a CPU and two devices, as AMD's driver lists them, and a torch that was built for them."""

@@ -126,7 +126,8 @@ class GpuOps(TorchOps):
         self, forward: Callable[[Any], Any], batch: Batch, lanes: All2All | None = None
     ) -> Callable[[], Array]:  # fmt: skip
         run = super().compile(forward, batch, lanes)
-        if self.recorder is None or lanes is not None or self.spread or self._mixes:
+        staged = self.tp.size > 1 and self.tp.device == "cpu" and self.device.type != "cpu"
+        if self.recorder is None or lanes is not None or self.spread or self._mixes or staged:
             return run
         return self._played(run, forward, batch)
 

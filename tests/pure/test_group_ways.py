@@ -1,0 +1,25 @@
+"""What carries a group of ranks on devices, and what people are told of it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from planaria.mesh.ways import GLOO, MEMORY, NCCL, choose
+from planaria.protocol import Hello
+
+
+def on(device: int, rank: int, home: str = "here") -> Hello:
+    return Hello(rank, 1, home, f"node-{home}", "127.0.0.1", segments={"tp": (3, 4)}, device=device)
+
+
+def test_the_first_way_that_has_no_refusal() -> None:
+    apart, same = [on(0, 0), on(1, 1)], [on(0, 4), on(1, 5), on(0, 6)]
+    assert choose(apart, has_nccl=True) == (NCCL, "NCCL")
+    assert choose([on(0, 0), on(0, 1, "there")], has_nccl=True) == (NCCL, "NCCL")  # two nodes have a device 0 each
+    one = "not NCCL: ranks 4 and 6 are both on device 0 of node-here, and it wants one for each"
+    assert choose(same, has_nccl=True) == (MEMORY, f"shared memory ({one})")
+    assert choose(apart, has_nccl=False) == (MEMORY, "shared memory (not NCCL: this PyTorch has none)")
+    way, line = choose([*same, on(0, 7, "there")], has_nccl=True)
+    assert way == GLOO and line.endswith("; not shared memory: ranks 4 and 7 are on different nodes)")
+    bare = [msgspec.structs.replace(each, segments={}) for each in same]
+    assert choose(bare, has_nccl=True)[1].endswith("; not shared memory: this system has no memory files)")
