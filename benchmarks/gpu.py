@@ -1,12 +1,12 @@
 """Everything about GPUs that can be measured here, correctness first; writes docs/gpu.md's tables by itself.
 
-    python -m benchmarks.gpu [--cases correct,host,bandwidth,smollm2,7b,7b-int4,recovery] [--page docs/gpu.md]
+    python -m benchmarks.gpu [--cases correct,host,bandwidth,memory,smollm2,7b,7b-int4,recovery] [--page docs/gpu.md]
 
 With a device: tests/gpu, then tokens a second of one stream and of 32 to 256 (SmolLM2, and a random model of Llama 7B's
 layout, in bfloat16 and at 4 bits), beside the bandwidth measured in the same run and beside vLLM where it is installed;
-which attention that was, and how many shapes of steps were recorded; the time to the first token; the pause when a rank
-is killed. Without one: what Triton's interpreter and stand-ins show, and the host's time of a step with kernels that do
-nothing; the page says that nothing ran on hardware.
+which attention that was, and how many shapes of steps were recorded; the time to the first token; memory that a keeper
+has for ranks, and the pause when a rank is killed. Without one: what Triton's interpreter and stand-ins show, and the
+host's time of a step with kernels that do nothing; the page says that nothing ran on hardware.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from benchmarks.convert import bf16_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = Path(__file__).resolve().parent / "out"
-CASES = ("correct", "host", "bandwidth", "smollm2", "7b", "7b-int4", "recovery")
+CASES = ("correct", "host", "bandwidth", "memory", "smollm2", "7b", "7b-int4", "recovery")
 STREAMS = (1, 32, 64, 128, 256)
 PROMPT, TOKENS = 32, 256
 LLAMA_7B: dict[str, Any] = {
@@ -47,7 +47,8 @@ LLAMA_7B: dict[str, Any] = {
 
 def correct(here: bool) -> dict[str, Any]:
     """The tests that fit this machine."""
-    files = ["tests/gpu"] if here else ["tests/model/test_gpu_kernels.py", "tests/model/test_step_graphs.py"]
+    without = [f"tests/model/test_{name}.py" for name in ("gpu_kernels", "step_graphs", "device_memory")]
+    files = ["tests/gpu"] if here else without
     found = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", "-m", "not long", *files], cwd=ROOT,
         capture_output=True, text=True, check=False,
@@ -164,6 +165,27 @@ def bandwidth(size: int = 4 << 30) -> float:
         torch.cuda.synchronize()
         times.append(time.perf_counter() - since)
     return size / min(times)
+
+
+def keeping(kind: str = "cuda", size: int = 4 << 30) -> dict[str, float]:
+    """Seconds until memory of a keeper is there: made for who asks first, and mapped by who comes after."""
+    from planaria.hosts.device_keeper import OwnedKeepers
+    from planaria.hosts.device_memory import Keepers
+
+    owned, found = OwnedKeepers(kind, [0]), dict[str, float]()
+    try:
+        keepers = Keepers(owned.keeping, 0)
+        keepers.held()  # it has come up
+        since = time.perf_counter()
+        there = keepers.take("x/", size)
+        found["made"], since = time.perf_counter() - since, time.perf_counter()
+        again = keepers.find("x/", writable=False)
+        found["mapped"] = time.perf_counter() - since
+        assert again is not None and len(there) == len(again) >= size
+        found["bytes"] = len(again)
+    finally:
+        owned.close()
+    return found
 
 
 def random_llama(folder: Path, config: dict[str, Any] = LLAMA_7B) -> Path:
@@ -285,6 +307,12 @@ def tables(found: dict[str, Any], here: str) -> list[report.Table]:
             rows.append([name, goal, f"{own[part][0]:.3f} (9 in 10: {own[part][1]:.3f})"])
     if "bandwidth" in found:
         rows.append(["bandwidth, GB/s", "", f"{found['bandwidth'] / 1e9:.0f}"])
+    if "memory" in found:
+        own = found["memory"]
+        rows.append([
+            f"{own['bytes'] / (1 << 30):.0f} GiB of a keeper, ms: made, mapped by the next", "",
+            f"{own['made'] * 1e3:.1f}, {own['mapped'] * 1e3:.1f}",
+        ])  # fmt: skip
     for name in ("smollm2", "7b", "7b-int4"):
         rows += _model_rows(name, found.get(name, {}))
     if "recovery" in found:
@@ -335,6 +363,8 @@ def run(cases: list[str], here: bool) -> dict[str, Any]:
         return found
     limit = found["bandwidth"] = bandwidth()
     torch.cuda.empty_cache()
+    if "memory" in cases:
+        found["memory"] = keeping()
     if "smollm2" in cases:
         found["smollm2"] = model_case(str(bf16_folder("smollm2")), 135_000_000 * 2, limit, {"dtype": "bfloat16"})
     if {"7b", "7b-int4"} & {*cases}:

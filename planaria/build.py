@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from planaria import preload
-from planaria.config.machine import load_class
+from planaria.config.machine import accelerator_ids, load_class
 from planaria.config.options import EngineConfig
 from planaria.config.secret import deployment_secret
 from planaria.env import ray_settings
@@ -19,6 +20,8 @@ from planaria.executor.link.choose import make_link
 from planaria.executor.link.direct import DirectLink
 from planaria.executor.link.keys import Keys
 from planaria.executor.loop import Emit, EngineLoop, Link
+from planaria.hosts.device_keeper import OwnedKeepers, keepers_of_all
+from planaria.hosts.device_memory import Keepers
 from planaria.hosts.host import Place
 from planaria.hosts.memory import KVMemory
 from planaria.hosts.weights import WeightsMemory
@@ -34,15 +37,29 @@ def build_loop(config: EngineConfig, emit: Emit, *, again: bool = False, given: 
     configuration: it begins with fewer ranks where some of the devices are gone. given: memory, of somebody who lives
     longer; else its ranks share what is of this process, unless they are this process."""
     loop = _make_loop(config, emit, again=again)
-    if not config.device.platform.on_host or config.null_worker:
-        return loop
     gang, given = loop.gang, given or Memories()
-    gang.weights = given.weights
+    if config.null_worker:
+        return loop
+    own: OwnedKeepers | None = None
+    if gang.launcher.replaces and given.weights is None and not given.keepers:
+        own = keepers_of_all(config.device.platform, _devices(config))
+        keeping = tuple(own.keeping) if own is not None else ()
+        given = msgspec.structs.replace(given, keepers=keeping)
+    if not config.device.platform.on_host and not given.keepers:
+        return loop
+    gang.memories = msgspec.structs.replace(given, home=home(), kv=None)
     if gang.launcher.replaces:
-        gang.kv.memory = KVMemory.make(config.parallel.layout.size) if given.kv is None else KVMemory.of(given.kv)
-        if given.weights is None and (weights := WeightsMemory.make()) is not None:
-            gang.owns, gang.weights = weights, weights.origin
+        keepers = Keepers(given.keepers) if given.keepers else None
+        ranks = config.parallel.layout.size
+        gang.kv.memory = KVMemory.make(ranks, keepers) if given.kv is None else KVMemory.of(given.kv, keepers)
+        if given.weights is None and (weights := WeightsMemory.make(keepers)) is not None:
+            gang.owns, gang.memories = (weights, own), msgspec.structs.replace(gang.memories, weights=weights.origin)
     return loop
+
+
+def _devices(config: EngineConfig) -> Sequence[int]:
+    """Ids of accelerators of this node that its ranks may use."""
+    return config.device.devices or accelerator_ids()
 
 
 def _make_loop(config: EngineConfig, emit: Emit, *, again: bool) -> EngineLoop:
@@ -114,16 +131,17 @@ def run_agent(config: EngineConfig) -> int:
         return msgspec.structs.replace(theirs, checkpoint=config.checkpoint, parallel=parallel)
 
     kept: dict[int, KVMemory | None] = {}  # of engines, by number; it outlives all that is started here
-    weights = WeightsMemory.make()  # of all
+    owned = keepers_of_all(config.device.platform, accelerator_ids())
+    keepers = Keepers(owned.keeping) if owned is not None else None
+    weights = WeightsMemory.make(keepers)  # of all
 
     def memories(theirs: EngineConfig) -> Memories:
         index = theirs.parallel.data_parallel_index
-        if not theirs.device.platform.on_host:
+        if not theirs.device.platform.on_host and keepers is None:
             return Memories()
         if index not in kept:
-            kept[index] = KVMemory.make(theirs.parallel.layout.size)
-        kv = kept[index]
-        return Memories(home(), kv.origin if kv is not None else None, weights.origin if weights is not None else None)
+            kept[index] = KVMemory.make(theirs.parallel.layout.size, keepers)
+        return Memories.of(kept[index], weights)
 
     def rank(message: bytes) -> tuple[bytes, str]:
         boot = RankBoot.decode(message)

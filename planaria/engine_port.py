@@ -26,6 +26,7 @@ from planaria.build import build_loop
 from planaria.config.options import EngineConfig
 from planaria.errors import CapacityError, ModelError, PlanariaError, UserError
 from planaria.executor.link.keys import HEARTBEAT, Keys, guard, keep_alive
+from planaria.hosts.device_memory import Keepers
 from planaria.hosts.weights import WeightsMemory
 from planaria.node import Memories, ProcessGone
 from planaria.processes import set_title
@@ -299,6 +300,7 @@ def serve(
         loop.close()
         if over and given is not None and given.weights is not None:
             with contextlib.suppress(ProcessGone):  # whose memory it is ends, too
-                WeightsMemory.of(given.weights).forget(config.parallel.data_parallel_index)
+                keepers = Keepers(given.keepers) if given.keepers else None
+                WeightsMemory.of(given.weights, keepers).forget(config.parallel.data_parallel_index)
         port.close()
     return 1 if loop.dead is not None else 0

@@ -14,6 +14,7 @@ import platform
 import select
 import socket
 import sys
+from typing import Protocol
 
 import msgspec
 
@@ -48,12 +49,39 @@ class Shared(msgspec.Struct, frozen=True, array_like=True, tag="shared"):
         return fd
 
 
+class _Addresses(Protocol):
+    @property
+    def addresses(self) -> tuple[Keeping, ...]: ...
+
+
+class Owned(Protocol):
+    """A memory file, as who made it has it. keepers: of the devices that its bytes are on."""
+
+    origin: Shared
+
+    @property
+    def keepers(self) -> _Addresses | None: ...
+
+
+Keeping = tuple[int, str]  # a device's id, and where its keeper of memory is asked
+
+
 class Memories(msgspec.Struct, frozen=True, array_like=True):
-    """Memory files that a process may use, of who lives longer, on the node of this `home`."""
+    """Memory files that a process may use, of who lives longer, on the node of this `home`; keepers: of its devices'
+    memory, where the bytes are there."""
 
     home: str = ""
     kv: Shared | None = None
     weights: Shared | None = None
+    keepers: tuple[Keeping, ...] = ()
+
+    @classmethod
+    def of(cls, kv: Owned | None, weights: Owned | None) -> Memories:
+        """What this process has."""
+        held = weights.keepers if weights is not None else None
+        kept = held.addresses if held is not None else ()
+        own = kv.origin if kv is not None else None
+        return cls(home(), own, weights.origin if weights is not None else None, kept)
 
 
 @functools.cache

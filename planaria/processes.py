@@ -49,7 +49,7 @@ def leave_signals_to_parent() -> None:
 
 
 def set_title(role: str, **facts: object) -> None:
-    """Name this process in `ps`. role: server, api, engine, worker or spare. A space in a fact becomes "_"."""
+    """Name this process in `ps`. role: server, api, engine, worker, spare or keeper. A space in a fact becomes "_"."""
     words = (f"{name}={'_'.join(str(value).split())}" for name, value in facts.items())
     title = _PREFIX + " ".join([role, *words])
     raylet = sys.modules.get("ray._raylet")

@@ -31,7 +31,7 @@ from planaria.executor.startup import StartUp, parts_of
 from planaria.executor.transition import Transition
 from planaria.executor.watch import LostRanks, System, Watch
 from planaria.hosts.host import Place
-from planaria.node import Memories, Shared, home
+from planaria.node import Memories, home
 from planaria.protocol import Command, Exit, Failed, Hello, Join, Regroup, Reply
 from planaria.topology import Infeasible, Layout
 from planaria.topology.experts import ExpertMap
@@ -85,7 +85,7 @@ class Gang:
         self.num_blocks = self.weight_bytes = self.shared_bytes = 0
         self.kv_bytes: dict[Layout, int] = {}  # of each rank, in the layouts that there were
         self.kv = GangKV(config)
-        self.weights: Shared | None = None  # memory of this node for them
+        self.memories = Memories(home())  # of this node, for ranks that may have any place; KV is a rank's
         self.owns: object = None  # such memory, that ends with the ranks
         self.maps: tuple[ExpertMap, ...] = ()  # in force: where each layer's experts are, if they are dealt whole
         self.travel = Travel()  # of experts, when the ranks came up the last time
@@ -181,7 +181,8 @@ class Gang:
     def _form(self, phases: StartUp) -> None:
         config = self.config
         link = self.link = self.link_for(self.places, self.epoch)
-        self.launcher.run(boots_for(config, self.places, link, Memories(home(), self.kv.origin, self.weights)))
+        memories = msgspec.structs.replace(self.memories, kv=self.kv.origin)
+        self.launcher.run(boots_for(config, self.places, link, memories))
         self.check()  # who ended while there was no link to wake
         recut = self.kv.recut_for(self.layout, homes := {place.home for place in self.places})
         bring_up = BringUp(
@@ -341,9 +342,8 @@ class Gang:
         """Of a process that gets ready for any rank of a layout. sent: whole experts come from other ranks."""
         assert self.link is not None
         boot = boots_for(self.config.with_layout(layout), self.places, self.link)[0]
-        memories = Memories(home(), weights=self.weights)  # KV is a rank's
         place = msgspec.structs.replace(boot.place, rank=SPARE)
-        return msgspec.structs.replace(boot, place=place, link=Inside(), experts_sent=sent, memories=memories)
+        return msgspec.structs.replace(boot, place=place, link=Inside(), experts_sent=sent, memories=self.memories)
 
     # -- ending
 

@@ -144,6 +144,8 @@ class GangKV:
         there, parallel, self.returns = self.there, self.config.parallel, 0
         if self.memory is None or self.counting is None or not there.num_blocks or parallel.splits_prefill:
             return None
+        if not self.config.device.platform.on_host:  # a rank would have to map what is on another's device
+            return None
         shared = any(parallel.context(each).size > 1 or each.pcp > 1 for each in (layout, there.layout))
         if layout == there.layout or layout.dp != there.layout.dp or shared or self.config.model.foreign is not None:
             return None

@@ -5,6 +5,8 @@ come words, one for each part: which KV is in it, 0 for none. Then an index, whi
 for each rank: KV of odd and of even numbers, so that what there is can be cut anew for another layout while it counts.
 Beside the first there is what a rank keeps of KV that its caches have no room for. They are far apart in the file, and
 take memory where they were written. Who computes in it holds a lock, so that another engine can wait until nobody does.
+Where ranks compute on devices, the bytes of caches are their keepers' (device_memory), and all that is said of them is
+here.
 """
 
 from __future__ import annotations
@@ -17,9 +19,13 @@ import os
 import sys
 import time
 from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
 
 from planaria.node import Shared, available_memory, home
 from planaria.topology.layout import Layout
+
+if TYPE_CHECKING:
+    from planaria.hosts.device_memory import Keepers
 
 logger = logging.getLogger("planaria.hosts")
 
@@ -69,12 +75,12 @@ def _part(rank: int, number: int) -> int:
 
 
 class KVPart:
-    """Where one rank's caches are, one after the other."""
+    """Where one rank's caches are, one after the other. mapped: a memoryview, or bytes of a device."""
 
-    def __init__(self, mapped: mmap.mmap) -> None:
-        self._bytes, self._next = memoryview(mapped), 0
+    def __init__(self, mapped: Any) -> None:
+        self._bytes, self._next = mapped, 0
 
-    def take(self, size: int) -> memoryview:
+    def take(self, size: int) -> Any:
         """Memory of the next cache. Who asks for the same sizes in the same order gets the same memory."""
         taken = self._bytes[self._next : self._next + size]
         self._next += -(-size // ALIGN) * ALIGN
@@ -82,25 +88,27 @@ class KVPart:
 
 
 class KVMemory:
-    """`origin`: how other processes of this node get it, from who made it."""
+    """`origin`: how other processes of this node get it, from who made it. keepers: that have the bytes of its parts,
+    where they are on devices."""
 
-    def __init__(self, fd: int, origin: Shared) -> None:
-        self._fd, self.origin = fd, origin
+    def __init__(self, fd: int, origin: Shared, keepers: Keepers | None = None) -> None:
+        self._fd, self.origin, self.keepers = fd, origin, keepers
+        self._mapped: dict[tuple[int, int], Any] = {}  # parts on the device, by rank and number
         self._words = memoryview(mmap.mmap(fd, PARTS * 8)).cast("q")
 
     @classmethod
-    def make(cls, ranks: int = 1) -> KVMemory | None:
+    def make(cls, ranks: int = 1, keepers: Keepers | None = None) -> KVMemory | None:
         """None where the system has no such files, or of so many ranks."""
         if ranks > RANKS:
             logger.warning("KV doesn't outlive processes: %d ranks, and its memory has parts for %d", ranks, RANKS)
             return None
         fd = make_file("planaria-kv", PART * (PARTS + 1))
-        return cls(fd, Shared.of(fd)) if fd is not None else None
+        return cls(fd, Shared.of(fd), keepers) if fd is not None else None
 
     @classmethod
-    def of(cls, shared: Shared) -> KVMemory:
+    def of(cls, shared: Shared, keepers: Keepers | None = None) -> KVMemory:
         """Raises ProcessGone."""
-        return cls(shared.open(), shared)
+        return cls(shared.open(), shared, keepers)
 
     @classmethod
     def given(cls, fd: int) -> KVMemory:
@@ -112,8 +120,11 @@ class KVMemory:
         return self._fd
 
     def numbers(self, rank: int) -> tuple[int, ...]:
-        """Of the KV that is in its parts and counts."""
-        return tuple(filter(None, (self._words[rank], self._words[rank + RANKS])))
+        """Of the KV that is in its parts and counts; on a device what can be had there."""
+        there = tuple(filter(None, (self._words[rank], self._words[rank + RANKS])))
+        if self.keepers is None or self.keepers.own is None:
+            return there
+        return tuple(each for each in there if self._on_device(rank, each))
 
     def made(self, rank: int, number: int) -> None:
         """Its part has room for KV of this number, and nothing else in it."""
@@ -133,7 +144,40 @@ class KVMemory:
 
     def part(self, rank: int, number: int, size: int, count: int) -> KVPart:
         """Room for so many caches of `size` bytes together, of this KV. Raises OSError."""
-        return KVPart(mmap.mmap(self._fd, size + count * ALIGN, offset=PART * (_part(rank, number) + 1)))
+        size += count * ALIGN
+        if self.keepers is not None:
+            return KVPart(self._take(self.keepers, rank, number, size))
+        return KVPart(memoryview(mmap.mmap(self._fd, size, offset=PART * (_part(rank, number) + 1))))
+
+    def _name(self, *of: int) -> str:
+        """Of parts on devices: of all, of a rank's, of one with a number."""
+        return "/".join(["kv", *map(str, (self.origin.inode, *of)), ""])
+
+    def _on_device(self, rank: int, number: int) -> bool:
+        """Is this part there? Then it is mapped, for one that can't be is as good as none."""
+        if (rank, number) in self._mapped:
+            return True
+        assert self.keepers is not None
+        try:
+            found = self.keepers.find(self._name(rank, number))
+        except OSError as e:
+            logger.warning("KV of rank %d is computed again: %s", rank, e)
+            return False
+        if found is not None:
+            self._mapped[rank, number] = found
+        return found is not None
+
+    def _take(self, keepers: Keepers, rank: int, number: int, size: int) -> Any:
+        """A part on the device. What nobody says is in use was of somebody who died before it counted."""
+        if (rank, number) not in self._mapped:
+            own = (self._words[rank], self._words[rank + RANKS], number)
+            for name in keepers.held(self._name(rank)):
+                if name not in {self._name(rank, each) for each in own}:
+                    keepers.drop(name)
+            self._mapped[rank, number] = keepers.take(self._name(rank, number), size)
+        if len(self._mapped[rank, number]) < size:
+            raise OSError(f"KV {number} of rank {rank} has no {size} bytes on the device")
+        return self._mapped[rank, number]
 
     def sums(self, rank: int, number: int, num_blocks: int) -> memoryview:
         """A number for each block of its part; zeros, where nothing has been written since the part was cleared."""
@@ -168,6 +212,8 @@ class KVMemory:
         """Give the index and all parts back. Nobody computes in them."""
         for part in range(PARTS):
             self._words[part] = 0
+        self._mapped.clear()
+        self._drop()
         give_back(self._fd, INDEX, PART * (PARTS + 1))
 
     def keep(self, number: int) -> None:
@@ -182,10 +228,30 @@ class KVMemory:
         self._clear(_part(rank, number))
 
     def _clear(self, part: int) -> None:
-        self._words[part], start = 0, PART * (part + 1)
+        rank, number, start = part % RANKS, self._words[part], PART * (part + 1)
+        self._words[part] = 0
+        for of in [of for of in self._mapped if _part(*of) == part]:  # another may have cleared the word
+            del self._mapped[of]
+        if self.keepers is not None and number:
+            self.keepers.drop(self._name(rank, number))
         give_back(self._fd, start, start + KEPT)
         give_back(self._fd, start + PART - SUMS, start + PART)
 
+    def unmap(self) -> None:
+        """What this process has mapped of devices, once nothing computes there."""
+        self._mapped.clear()
+
+    def end(self) -> None:
+        """Nobody goes on with it."""
+        self._drop()
+        self.close()
+
+    def _drop(self) -> None:
+        """On devices there is nothing of it any more, but what somebody has mapped."""
+        if self.keepers is not None:
+            self.keepers.drop(self._name())
+
     def close(self) -> None:
         """What is mapped stays until it is let go of."""
+        self._mapped.clear()
         os.close(self._fd)

@@ -4,7 +4,7 @@ One memory file, as for KV. First come a line for each part (whose it is, by dig
 and a table of who names which part: an engine's rank in the layout that is in force, or is to be. Parts are far apart.
 A part has a lock, which is gone with the process that held it: who writes a part has it alone, who reads it shares it.
 So a writer that dies half way leaves nothing that counts, and another begins anew; and memory is given back when nobody
-names it and nobody has it mapped.
+names it and nobody has it mapped. Where ranks compute on devices, bytes are their keepers' (device_memory).
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from planaria.hosts.memory import give_back, make_file, reopened
 from planaria.node import Shared
+
+if TYPE_CHECKING:
+    from planaria.hosts.device_memory import Keepers
 
 logger = logging.getLogger("planaria.hosts")
 
@@ -98,6 +102,11 @@ def _lock(fd: int, kind: int, at: int) -> bool:
     return True
 
 
+def under(digest: bytes) -> str:
+    """Names of what a part has on a device."""
+    return f"weights/{digest.hex()}/"
+
+
 class WrittenPart:
     """A whole one, to be read. memory: of its things, and `manifest`: what was said of them."""
 
@@ -170,24 +179,24 @@ class UnwrittenPart:
 
 
 class WeightsMemory:
-    """`origin`: how other processes of this node get it, from who made it. Used by any thread. It ends
-    when nobody has it any more, nor anything mapped."""
+    """`origin`: how other processes of this node get it, from who made it. keepers: that have the bytes, where they are
+    on devices. Used by any thread. It ends when nobody has it any more, nor anything mapped."""
 
-    def __init__(self, fd: int, origin: Shared) -> None:
-        self._file, self.origin = _Descriptor(fd), origin
-        self._alone = threading.Lock()  # locks on the file are a process's
+    def __init__(self, fd: int, origin: Shared, keepers: Keepers | None = None) -> None:
+        self._file, self.origin, self.keepers = _Descriptor(fd), origin, keepers
+        self._alone, self._tidies = threading.Lock(), threading.Lock()  # locks on the file are a process's
         self._words = memoryview(mmap.mmap(fd, HEADER)).cast("q")
 
     @classmethod
-    def make(cls) -> WeightsMemory | None:
+    def make(cls, keepers: Keepers | None = None) -> WeightsMemory | None:
         """None where the system has no such files."""
         fd = make_file("planaria-weights", PART * (SLOTS + 1))
-        return cls(fd, Shared.of(fd)) if fd is not None else None
+        return cls(fd, Shared.of(fd), keepers) if fd is not None else None
 
     @classmethod
-    def of(cls, shared: Shared) -> WeightsMemory:
+    def of(cls, shared: Shared, keepers: Keepers | None = None) -> WeightsMemory:
         """Raises ProcessGone."""
-        return cls(shared.open(), shared)
+        return cls(shared.open(), shared, keepers)
 
     @classmethod
     def given(cls, fd: int) -> WeightsMemory:
@@ -247,6 +256,10 @@ class WeightsMemory:
 
     def tidy(self) -> None:
         """Give back what nobody names and nobody has mapped."""
+        with self._tidies:
+            self._tidy()
+
+    def _tidy(self) -> None:
         unused: list[int] = []
         with self._table() as ours:
             entries = range(NAMES, NAMES + NUM_NAMES * NAME, NAME) if ours else ()
@@ -255,10 +268,16 @@ class WeightsMemory:
                 line = self._line(slot)
                 whose = line[FIRST], line[SECOND]
                 if any(whose) and whose not in named and _lock(self._file.number, fcntl.F_WRLCK, LOCKS + slot):
-                    line[:] = memoryview(bytes(8 * LINE)).cast("q")
+                    line[WHOLE] = 0  # the rest goes last: who dies before that leaves it to the next
                     unused.append(slot)
-        for slot in unused:  # who wants a part in its place waits for the lock
+        for slot in unused:  # who wants this part waits for the lock
+            line = self._line(slot)
+            if self.keepers is not None:
+                self.keepers.drop(under(struct.pack("qq", line[FIRST], line[SECOND])))
             give_back(self._file.number, PART * (slot + 1), PART * (slot + 2))
+            with self._table() as ours:
+                if ours:
+                    line[:] = memoryview(bytes(8 * LINE)).cast("q")
             _lock(self._file.number, fcntl.F_UNLCK, LOCKS + slot)
 
     def _line(self, slot: int) -> memoryview:

@@ -339,7 +339,8 @@ class Operations(Protocol):
 class CacheMemory(Protocol):
     """Outlives the process. Whoever takes the same sizes in the same order gets what is there."""
 
-    def take(self, size: int) -> memoryview: ...
+    def take(self, size: int) -> Any:
+        """A memoryview, or memory of the back end's device."""
 
 
 class PartMemory(Protocol):

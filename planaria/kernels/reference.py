@@ -26,6 +26,7 @@ from planaria.kernels.ops import Array, Batch, CacheMemory, Quantized, Slots
 from planaria.kernels.quant import dequantise
 from planaria.kernels.reference_context import SharedTokens
 from planaria.kernels.reference_linear import Linear, Products
+from planaria.kernels.torch_placed import seen
 from planaria.mesh.all2all import All2All
 from planaria.mesh.comm import Comm, Solo
 from planaria.models.config import MoEConfig
@@ -267,7 +268,7 @@ class TorchOps(Products, SharedTokens):
         if self.kv_part is None:
             return torch.zeros(shape, dtype=self.dtype, device=self.device)
         size = math.prod(shape) * self.dtype.itemsize
-        return torch.frombuffer(self.kv_part.take(size), dtype=self.dtype).view(shape)
+        return seen(self.kv_part.take(size), self.device).view(self.dtype).view(shape)
 
     def _keep(self, values: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
         with warnings.catch_warnings():

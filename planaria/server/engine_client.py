@@ -27,7 +27,7 @@ from planaria.hosts.local import HERE, LocalHost
 from planaria.hosts.memory import KVMemory
 from planaria.hosts.weights import WeightsMemory
 from planaria.logs import current_level
-from planaria.node import Memories, home, process_state
+from planaria.node import Memories, process_state
 from planaria.wire import Dead, FromEngine, Shutdown, ToEngine
 
 logger = logging.getLogger("planaria.server")
@@ -239,8 +239,7 @@ class EngineProcess(EngineHandle):
             await self.prepare()
         assert self.child is not None
         try:
-            kv, weights = (memory.origin if memory is not None else None for memory in (self.memory, self.weights))
-            self.child.tell(msgspec.msgpack.encode((self.config, Memories(home(), kv, weights))))
+            self.child.tell(msgspec.msgpack.encode((self.config, Memories.of(self.memory, self.weights))))
             self.connect(f"ipc://{self._folder}/engine")
         except BaseException:
             self.kill()

@@ -23,6 +23,8 @@ from planaria.config.options import EngineConfig
 from planaria.config.resolve import other_tensors, other_weights
 from planaria.core.resize import deal_kinds
 from planaria.errors import PlanariaError
+from planaria.hosts.device_keeper import OwnedKeepers, keepers_of_all
+from planaria.hosts.device_memory import Keepers
 from planaria.hosts.local import LocalHost
 from planaria.hosts.weights import WeightsMemory
 from planaria.server.background import Background
@@ -101,7 +103,11 @@ class Fleet:
             make = functools.partial(EngineProcess, host=self.local)
         self.config, self.on_progress, self.make, self.hosts = config, on_progress, make, hosts
         self.shared_in, self.names = shared_in, names
-        self.weights = weights or (WeightsMemory.make() if config.device.platform.on_host else None)
+        self._keepers: OwnedKeepers | None = None  # of this node's devices, for all engines here
+        if weights is None and self.local is not None:
+            self._keepers = keepers_of_all(config.device.platform, accelerator_ids())
+        kept, on_host = Keepers(self._keepers.keeping) if self._keepers else None, config.device.platform.on_host
+        self.weights = weights or (WeightsMemory.make(kept) if on_host or kept is not None else None)
         self.dispatcher = Dispatcher(config.cache.enable_prefix_caching, self, LoraRegistry.of(config))
         self.mover: Mover = self.dispatcher
         self.members: dict[int, EngineKeeper] = {}  # by number
@@ -307,3 +313,5 @@ class Fleet:
             await asyncio.to_thread(self.hosts.close)
         if self.local is not None:
             await asyncio.to_thread(self.local.close)
+        if self._keepers is not None:
+            await asyncio.to_thread(self._keepers.close)

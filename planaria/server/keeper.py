@@ -130,8 +130,8 @@ class EngineKeeper:
     def _another(self) -> EngineHandle:
         self.handle = self.engine.connection = handle = self.make(self.config, self.engine.hear)
         handle.again, handle.shared_in = self.engine.facts is not None, self.shared_in or self.names
-        if handle.shares_memory and self.memory is None and self.config.device.platform.on_host:
-            self.memory = KVMemory.make(self.config.parallel.layout.size)
+        if handle.shares_memory and self.memory is None and self.weights is not None:
+            self.memory = KVMemory.make(self.config.parallel.layout.size, self.weights.keepers)
         handle.memory, handle.weights = self.memory, self.weights
         return handle
 
@@ -311,7 +311,7 @@ class EngineKeeper:
                 self.handle.kill()
                 await self.task
         if self.memory is not None:
-            self.memory.close()
+            await asyncio.to_thread(self.memory.end)
         if self.weights is not None and self.handle.shares_memory:
             await asyncio.to_thread(self.weights.forget, self.index)
 

@@ -94,8 +94,7 @@ class RayEngine(FarEngine):
         """Of its machine: the server's own, or the reaper's there."""
         if not self.local:
             return self.hosts.memories(child)
-        kv, weights = (memory.origin if memory is not None else None for memory in (self.memory, self.weights))
-        return Memories(home(), kv, weights)
+        return Memories.of(self.memory, self.weights)
 
     def _config(self) -> EngineConfig:
         """As its process has it."""

@@ -15,7 +15,8 @@ class Platform(msgspec.Struct, frozen=True, kw_only=True):
     on CPUs a rank's slot, or a core. masks: variables that say which devices a process sees; the first is the one that
     is set. files: what there is one of for each device; a `gpu_id` holds 0 where it is a CPU's. build: what torch's
     version file names where torch is built for it. collective: what carries sums between ranks. graphs: can a step be
-    recorded and played again? step_tokens: of a step at most, where nobody says. refusal: why nothing runs on it;
+    recorded and played again? keeps: by which calls a keeper process has its memory for ranks; empty: it ends with
+    them. step_tokens: of a step at most, where nobody says. refusal: why nothing runs on it;
     empty: it does.
     """
 
@@ -28,6 +29,7 @@ class Platform(msgspec.Struct, frozen=True, kw_only=True):
     build: str = ""
     collective: str = ""
     graphs: bool = False
+    keeps: str = ""
     step_tokens: int = 2048
     refusal: str = ""
 
@@ -46,7 +48,7 @@ def _refused(name: str, title: str, resource: str, mask: str, why: str) -> Platf
 CPU = Platform(name="cpu", title="CPU", torch="cpu", resource="CPU", collective="shared memory", step_tokens=512)
 CUDA = Platform(
     name="cuda", title="CUDA device", torch="cuda", resource="GPU", masks=("CUDA_VISIBLE_DEVICES",),
-    files="/dev/nvidia[0-9]*", build="cuda", collective="NCCL", graphs=True,
+    files="/dev/nvidia[0-9]*", build="cuda", collective="NCCL", graphs=True, keeps="cuda",
 )  # fmt: skip
 # By torch's name a ROCm device is a CUDA device, too, and RCCL is NCCL.
 ROCM = Platform(

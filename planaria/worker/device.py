@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 from planaria.config.options import EngineConfig
 from planaria.env import cache_dir, visible
 from planaria.errors import ModelError
-from planaria.node import available_memory
+from planaria.executor.boot import RankBoot
+from planaria.hosts.device_memory import Keepers
+from planaria.node import available_memory, home
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -29,6 +31,16 @@ def own_device(devices: Sequence[int], seen: Sequence[str] | None) -> int:
         return 0
     mine = str(devices[0])
     return list(seen).index(mine) if seen is not None and mine in seen else devices[0]
+
+
+def keepers_of(boot: RankBoot) -> Keepers | None:
+    """Who has memory of this node's devices for ranks, where anybody has: it outlives them."""
+    given = boot.memories
+    if given.home != home() or not given.keepers or boot.config.device.kernels == "native":
+        return None
+    devices, platform = boot.place.devices, boot.config.device.platform
+    own = devices[0] if devices else given.keepers[0][0]
+    return Keepers(given.keepers, own, 0 if platform.on_host else own_device(devices, visible(platform)))
 
 
 def make_ops(config: EngineConfig, threads: int | None = None) -> Ops:

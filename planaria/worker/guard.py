@@ -14,6 +14,14 @@ _KINDS: list[tuple[type[Exception], str]] = [
 ]  # fmt: skip
 
 
+DEVICE_FAULT = "AcceleratorError"  # torch's
+
+
+def is_device_fault(reply: Reply) -> bool:
+    """Did the device fail at it? Then nothing works on it any more in this process."""
+    return isinstance(reply, Failed) and reply.message.startswith(f"{DEVICE_FAULT}: ")
+
+
 def guard(rank: int, phase: str, run: Callable[[], Reply]) -> Reply:
     """`run()`, or Failed with the traceback."""
     try:

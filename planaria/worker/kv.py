@@ -24,11 +24,12 @@ from planaria.config.options import EngineConfig, TierConfig
 from planaria.config.secret import deployment_secret
 from planaria.errors import CapacityError, ConfigError
 from planaria.executor.boot import RankBoot
-from planaria.hosts.memory import KVMemory
+from planaria.hosts.memory import KVMemory, KVPart
 from planaria.node import ProcessGone
 from planaria.protocol import Allocate, KVNews, KVWork, StepPlan
 from planaria.topology.layout import Layout
 from planaria.worker.connector import RankConnector, Unconnected
+from planaria.worker.device import keepers_of
 from planaria.worker.kv_layout import CACHES, full_of, recut
 from planaria.worker.kv_shared import SharedKV
 from planaria.worker.kv_sums import BlockSums
@@ -63,15 +64,17 @@ class RankKV:
         """For another epoch."""
         self.disconnect()
         self.rank, self.address = boot.rank, boot.place.address
-        shared = boot.memories.kv
+        shared, keepers = boot.memories.kv, keepers_of(boot)
+        self.on_host = boot.config.device.platform.on_host
         if self.memory is not None and self.memory.origin == shared:
+            self.memory.keepers = keepers
             return
         if self.memory is not None:
             self.memory.close()
         self.memory, self.made = None, None
-        if shared is not None and boot.config.device.platform.on_host:
+        if shared is not None and (self.on_host or keepers is not None):
             try:
-                self.memory = KVMemory.of(shared)
+                self.memory = KVMemory.of(shared, keepers)
                 self.memory.compute()
             except ProcessGone as e:
                 logger.warning("KV will not outlive rank %d: %s", boot.rank, e)
@@ -90,6 +93,13 @@ class RankKV:
         if self.memory is not None:
             for number in range(2):
                 self.memory.clear_part(self.rank, number)
+            self.memory.unmap()  # also as another rank
+
+    def distrust(self) -> None:
+        """This rank's device has failed: what it has written there isn't known."""
+        if self.memory is not None and self.memory.keepers is not None:
+            for number in range(2):
+                self.memory.clear_part(self.rank, number)
 
     def take_over(self, boot: RankBoot, layout: Layout, command: Allocate, model: Any, ops: Ops) -> dict[str, Any]:
         """After `make`. Facts: `damaged`, of what another process has written, or a rank of another layout."""
@@ -98,7 +108,7 @@ class RankKV:
             return {}
         config, lane, cut = boot.config, layout.coords(boot.rank).dp, command.recut
         damaged = recut(config, layout, boot.rank, model, ops, self.memory, cut) if cut else set()
-        if not config.cache.kv_checksums:
+        if not config.cache.kv_checksums or not self.on_host:
             return {}
         blocks, rows = model.kv_blocks(config.cache.block_size), config.scheduler.max_num_seqs
         table = np.frombuffer(self.memory.sums(self.rank, command.number, len(blocks[0])), np.int64)
@@ -121,24 +131,36 @@ class RankKV:
             return
         try:
             if self.memory is not None:
-                if number not in self.memory.numbers(self.rank):
-                    self.memory.clear_part(self.rank, number)
                 size = num_blocks * model.kv_block_bytes(block_size)
-                ops.kv_part = self.memory.part(self.rank, number, size, CACHES * len(model.layers))
+                ops.kv_part = self._part(self.memory, number, size, CACHES * len(model.layers))
+            kept = ops.kv_part is not None
             model.make_kv(num_blocks, block_size)
         except (RuntimeError, MemoryError) as e:
             raise CapacityError(f"no memory for {num_blocks} KV blocks of {block_size} tokens: {e}") from None
-        ops.kv_part = None
+        finally:
+            ops.kv_part = None
         self.made = self.rank, number
-        if self.memory is not None:
+        if self.memory is not None and kept:
             self.memory.made(self.rank, number)
+
+    def _part(self, memory: KVMemory, number: int, size: int, count: int) -> KVPart | None:
+        """That outlives this process; None: a device's keeper has none."""
+        if number not in memory.numbers(self.rank):
+            memory.clear_part(self.rank, number)
+        try:
+            return memory.part(self.rank, number, size, count)
+        except OSError as e:
+            if memory.keepers is None:
+                raise
+            logger.warning("KV will not outlive rank %d: %s", self.rank, e)
+            return None
 
     # -- what is kept outside of memory
 
     def connect(self, config: EngineConfig, layout: Layout, model: Any, ops: Ops) -> dict[str, Any]:
         """Open this rank's part of what is configured. Facts: `stored`, keys."""
         self.disconnect()
-        if config.lends_memory and self.memory is not None:
+        if config.lends_memory and self.memory is not None and self.on_host:
             blocks, digest = model.kv_blocks(config.cache.block_size), compute_hash(config, str(layout))
             self.shared = SharedKV(self.rank, blocks, digest, self.sums)
         transfer = config.cache.transfer

@@ -23,6 +23,7 @@ from planaria.logs import setup_logging
 from planaria.node import ProcessGone
 from planaria.processes import leave_signals_to_parent, set_title
 from planaria.protocol import Exit, Join
+from planaria.worker.guard import is_device_fault
 from planaria.worker.worker import make_rank
 
 logger = logging.getLogger("planaria.worker")
@@ -103,7 +104,12 @@ class Life:
                     lane = {"dp": at.dp} if command.layout.dp > 1 else {}
                     lane |= {"pcp": at.pcp} if command.layout.pcp > 1 else {}
                     set_title("worker", rank=boot.rank, **lane, tp=at.tp, pp=at.pp, epoch=command.epoch)
-                port.reply(number, self.worker.handle(command))
+                reply = self.worker.handle(command)
+                if is_device_fault(reply):
+                    self.worker.kv.distrust()
+                    logger.error("rank %d ends, for its device failed: %s", boot.rank, reply.message)
+                    os._exit(1)  # its device can't be asked to finish anything
+                port.reply(number, reply)
                 if isinstance(command, Exit):
                     return
         finally:

@@ -25,6 +25,7 @@ from planaria.topology.experts import Maps, Move, slots_at
 if TYPE_CHECKING:
     from planaria.kernels.ops import Ops
     from planaria.layers.decoder import Model
+    from planaria.worker.device_weights import DeviceWriting
     from planaria.worker.weights import Mapped, RankWeights, Writing
 
 logger = logging.getLogger("planaria.worker")
@@ -106,7 +107,7 @@ def read_part(
         reads = (shard.held_experts,) * len(config.model.moe_layers)
     nothing = tuple(() for _ in reads) if reads is not None else None
 
-    def make(packings: Writing | Mapped | None, heard: Callable[[float], None]) -> Model:
+    def make(packings: Writing | DeviceWriting | Mapped | None, heard: Callable[[float], None]) -> Model:
         now = nothing if packings is not None and not packings.whole else reads
         return build(
             config.model, WeightSource(checkpoint), ops,

@@ -2,6 +2,7 @@
 
 Rule: what is mapped can only be read, also by who wrote it, and each thing that is taken from it is one that was asked
 for. What isn't is read from the checkpoint, into this process's own memory. Experts that travel are always in that.
+On a device the bytes are its keeper's (device_weights), and the part in the node's memory has the manifest alone.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import msgspec
 from planaria.checkpoint.identity import weights_version
 from planaria.config.digest import packing_fields
 from planaria.executor.boot import RankBoot
-from planaria.hosts.weights import DIGEST_BYTES, UnwrittenPart, WeightsMemory, WrittenPart
+from planaria.hosts.weights import DIGEST_BYTES, UnwrittenPart, WeightsMemory, WrittenPart, under
 from planaria.node import ProcessGone, home
+from planaria.worker.device import keepers_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from planaria.kernels.cpu.ops import CpuOps
     from planaria.kernels.ops import Ops
     from planaria.layers.decoder import Model
+    from planaria.worker.device_weights import DeviceWriting
     from planaria.worker.parts import Part
 
 FORM = 1  # of manifests
@@ -32,7 +35,7 @@ FORM = 1  # of manifests
 logger = logging.getLogger("planaria.worker")
 
 Heard = Callable[[float], None]  # a fraction of what there is to read
-Build = Callable[["Writing | Mapped | None", Heard], "Model"]
+Build = Callable[["Writing | DeviceWriting | Mapped | None", Heard], "Model"]
 
 
 class Written(msgspec.Struct, frozen=True, array_like=True):
@@ -80,35 +83,40 @@ class Writing:
 
 
 class Mapped:
-    """Packings of a part that is there. See `layers.weights.Packings`."""
+    """Packings of a part that is there. See `layers.weights.Packings`. found: the thing that is where a manifest says;
+    raises ValueError, MsgspecError."""
 
     whole = True
 
-    def __init__(self, part: WrittenPart) -> None:
-        import numpy as np
-
-        from planaria.kernels.cpu.placed import PackedAt
+    def __init__(self, manifest: bytes, found: Callable[[Any], Any]) -> None:
         from planaria.layers.weights import PartDiffers
 
-        self._memory, self._differs, self._placed = np.frombuffer(part.memory, np.uint8), PartDiffers, PackedAt
+        self._found, self._differs = found, PartDiffers
         self.num_bytes = 0  # of what was taken
         try:
-            self._next = iter(msgspec.msgpack.decode(part.manifest, type=list[Written]))
+            self._next = iter(msgspec.msgpack.decode(manifest, type=list[Written]))
         except msgspec.MsgspecError as e:
             raise PartDiffers(f"what is said of it can't be read: {e}") from None
 
     def thing(self, key: str, make: Callable[[], tuple[Any, int]]) -> tuple[Any, int]:
-        from planaria.kernels.cpu.placed import found
-
         written = next(self._next, None)
         if written is None or written.key != key:
             raise self._differs(f"{key} was asked for, there is {written.key if written is not None else 'no more'}")
         try:
-            things = tuple(found(msgspec.convert(at, self._placed), self._memory) for at in written.things)
+            things = tuple(map(self._found, written.things))
         except (ValueError, msgspec.MsgspecError) as e:
             raise self._differs(f"{key}: {e}") from None
         self.num_bytes += written.num_bytes
         return (things[0] if written.single else things), written.num_bytes
+
+
+def _mapped(part: WrittenPart) -> Mapped:
+    import numpy as np
+
+    from planaria.kernels.cpu.placed import PackedAt, found
+
+    memory = np.frombuffer(part.memory, np.uint8)
+    return Mapped(part.manifest, lambda at: found(msgspec.convert(at, PackedAt), memory))
 
 
 class RankWeights:
@@ -123,13 +131,16 @@ class RankWeights:
     def enter(self, boot: RankBoot) -> None:
         """For another epoch."""
         self.config, self.rank, given = boot.config, boot.rank, boot.memories
-        shared = given.weights if given.home == home() and self.config.device.kernels == "native" else None
+        self.keepers = keepers_of(boot)
+        kept = self.keepers is not None or self.config.device.kernels == "native"
+        shared = given.weights if given.home == home() and kept else None
         if self.memory is not None and self.memory.origin == shared:
+            self.memory.keepers = self.keepers
             return
         self.memory = None
         if shared is not None:
             try:
-                self.memory = WeightsMemory.of(shared)
+                self.memory = WeightsMemory.of(shared, self.keepers)
             except ProcessGone as e:
                 logger.warning("rank %d keeps weights of its own: %s", boot.rank, e)
 
@@ -142,7 +153,7 @@ class RankWeights:
             try:
                 digest = self._digest(f"{part} {what}", ops)
                 if (written := self._written(self.memory, digest, build, ops, heard)) is not None:
-                    mapped = Mapped(written)
+                    mapped = _mapped(written) if self.keepers is None else self._on_device(written, digest, ops)
                     model = build(mapped, heard)
                     self._shared[part] = digest, mapped.num_bytes
                     return model
@@ -155,7 +166,13 @@ class RankWeights:
         self, memory: WeightsMemory, digest: bytes, build: Build, ops: Ops, heard: Heard
     ) -> WrittenPart | None:  # fmt: skip
         found = memory.open(digest, heard)
-        return self._write(found, build, ops, heard) if isinstance(found, UnwrittenPart) else found
+        return self._write(found, digest, build, ops, heard) if isinstance(found, UnwrittenPart) else found
+
+    def _on_device(self, written: WrittenPart, digest: bytes, ops: Ops) -> Mapped:
+        from planaria.worker.device_weights import mapped
+
+        assert self.keepers is not None
+        return mapped(written, self.keepers, digest, ops)
 
     def name(self, part: Part, ranks: int) -> None:
         """This is its part now, in a layout of so many ranks."""
@@ -176,25 +193,35 @@ class RankWeights:
         digest, num_bytes = self._shared.get(part, (b"", 0))
         return num_bytes, digest.hex()
 
-    def _write(self, part: UnwrittenPart, build: Build, ops: Ops, heard: Heard) -> WrittenPart:
+    def _write(self, part: UnwrittenPart, digest: bytes, build: Build, ops: Ops, heard: Heard) -> WrittenPart:
         def both(fraction: float) -> None:
             part.progress(fraction)
             heard(fraction)
 
-        writing = Writing(part, ops)  # type: ignore[arg-type]  # native
         try:
+            writing = self._writing(part, digest, ops)
             build(writing, both)
             return writing.done()
         except BaseException:
             part.abandon()
+            if self.keepers is not None:
+                self.keepers.drop(under(digest))
             raise
+
+    def _writing(self, part: UnwrittenPart, digest: bytes, ops: Ops) -> Writing | DeviceWriting:
+        if self.keepers is None:
+            return Writing(part, ops)  # type: ignore[arg-type]  # native
+        from planaria.worker.device_weights import DeviceWriting
+
+        return DeviceWriting(part, self.keepers, digest, ops)
 
     def _digest(self, what: str, ops: Ops) -> bytes:
         """Of all that says what is in a part: the same only for the same bytes."""
         import hashlib
 
         version = weights_version(self.config.checkpoint["files"])
-        target = repr(ops.target)  # type: ignore[attr-defined]  # native
+        own = self.keepers.own if self.keepers is not None else None
+        target = repr(ops.target) if own is None else f"{type(ops).__name__} on device {own}"  # type: ignore[attr-defined]
         told = [FORM, what, target, version, sorted(packing_fields(self.config).items())]
         return hashlib.blake2b(msgspec.json.encode(told), digest_size=DIGEST_BYTES).digest()
 

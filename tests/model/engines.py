@@ -12,15 +12,19 @@ from planaria.build import build_loop
 from planaria.config.options import EngineOptions
 from planaria.config.resolve import resolve
 from planaria.executor.recovery import is_replayed
+from planaria.node import Memories
 from planaria.types import FinishReason, SamplingParams
 from planaria.wire import EngineResized, FromEngine, Output, Recovery, ResizeEngine, Submit
 from tests.proc.servers import wait_until
 
 
 class Engine:
-    """`ask` is what requests are made of: (prompt, tokens). parallel: fields of ParallelConfig that have no option."""
+    """`ask` is what requests are made of: (prompt, tokens). parallel: fields of ParallelConfig that have no option.
+    given: memory of somebody who lives longer."""
 
-    def __init__(self, model: str, *, parallel: dict[str, Any] | None = None, **options: Any) -> None:
+    def __init__(
+        self, model: str, *, parallel: dict[str, Any] | None = None, given: Memories | None = None, **options: Any
+    ) -> None:
         options = {
             "dtype": "float32", "device": "cpu", "quantization": "none", "max_model_len": 256, "max_num_seqs": 4,
             "max_num_batched_tokens": 32, "kv_cache_memory": "8MiB", "distributed_executor_backend": "mp", **options,
@@ -33,7 +37,7 @@ class Engine:
         self.tokens: dict[str, list[int]] = {}
         self._open: set[str] = set()
         self._count = 0
-        self.loop = build_loop(config, self._hear)
+        self.loop = build_loop(config, self._hear, given=given)
         try:
             self.facts = self.loop.start()
         except BaseException:

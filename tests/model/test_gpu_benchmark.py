@@ -21,6 +21,13 @@ def test_the_parts_of_a_step_of_the_host() -> None:
     assert [row[0].rsplit(": ")[-1] for row in table.rows] == ["all", "plan", "worker", "commit"]
 
 
+def test_memory_of_a_keeper() -> None:
+    found = gpu.keeping("file", 1 << 30)
+    assert found["bytes"] == 1 << 30 and min(found.values()) > 0
+    (row,) = [each for table in gpu.tables({"memory": found}, "a device") for each in table.rows]
+    assert row[0].startswith("1 GiB of a keeper") and len(row[2].split(", ")) == 2
+
+
 def test_what_failed_is_in_the_page() -> None:
     ours = {"first": 2.0, "rates": {"1": 90.0, "32": 10.0}, "recorded": 2, "said": ["attention (decode): Triton"]}
     found = {

@@ -18,6 +18,7 @@ from planaria.kernels.blocks import BLOCK, KINDS, LEVELS, BlockKind
 from planaria.kernels.gpu.attention import interprets
 from planaria.kernels.ops import Quantized
 
+DTYPES = (torch.float32, torch.bfloat16)  # of activations
 FEW_ROWS = 64  # up to which unpacking on the way is less than unpacking first
 
 
@@ -76,6 +77,24 @@ class DevicePacked:
                 block_k=64,
             )  # fmt: skip
         return out
+
+    def packed_parts(self) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
+        """Numbers and tensors that `of_parts` makes the same of. The first number says the dtype, the second whether
+        there is a bias."""
+        numbers = (DTYPES.index(self.dtype), int(self.bias is not None), *self.shape)
+        kind = tuple(int(self.kind[name]) for name in ("bits", "group", "shifted", "by_level"))
+        return (*numbers, *kind), self._codes if self.bias is None else (*self._codes, self.bias)
+
+    @classmethod
+    def of_parts(cls, numbers: tuple[int, ...], tensors: list[Tensor]) -> DevicePacked:
+        """Raises ValueError."""
+        if len(numbers) != 8 or len(tensors) != 5 + numbers[1] or not 0 <= numbers[0] < len(DTYPES):
+            raise ValueError(f"no packed weight is {numbers} with {len(tensors)} tensors")
+        dtype, _, rows, columns, bits, group, shifted, by_level = numbers
+        low, high, scales, minima, levels, *bias = tensors
+        kind = {"bits": bits, "group": group, "shifted": bool(shifted), "by_level": bool(by_level)}
+        own = bias[0] if bias else None
+        return cls(low, high, scales, minima, levels, own, (rows, columns), DTYPES[dtype], kind)
 
     @property
     def _codes(self) -> tuple[Tensor, ...]:
