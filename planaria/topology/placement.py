@@ -160,17 +160,14 @@ def place_at(bundles: Iterable[Bundle], layout: Layout, indices: Sequence[int]) 
 
 def shrink(cluster: Cluster, layout: Layout, *, span: bool = False) -> Layout | None:
     """The largest layout that fits and exceeds `layout` along no axis: itself, if it fits. None if nothing does. Of
-    prefill context ranks a number that divides theirs, so that a block's tokens can be dealt to them. span: `layout`
-    itself fits wherever there are as many devices; a smaller one keeps each tensor group on a node all the same.
+    prefill context ranks a number that divides theirs, so that a block's tokens can be dealt to them.
 
     Among equally large ones: the most lanes, then the most stages (those that stay keep more of their weights).
     """
-    if span and cluster.num_devices >= layout.size:
-        return layout
     sizes = [len(node.devices) for node in cluster.nodes]
     best: tuple[tuple[int, int, int, int], Layout] | None = None
-    for tp in range(1, min(layout.tp, max(sizes, default=0)) + 1):
-        room = sum(size // tp for size in sizes)
+    for tp in range(1, min(layout.tp, sum(sizes) if span else max(sizes, default=0)) + 1):
+        room = sum(sizes) // tp if span else sum(size // tp for size in sizes)
         for dp in range(1, min(layout.dp, room) + 1):
             for pcp in divisors(layout.pcp, room // dp):
                 pp = min(layout.pp, room // (dp * pcp))

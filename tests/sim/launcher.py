@@ -116,10 +116,9 @@ class SimLauncher(PoolLauncher):
         self._news(process)  # type: ignore[arg-type]
 
     def best(self, layout: Layout) -> Layout | None:
-        """The largest one up to this that the devices which are well could have; a smaller one than this keeps tensor
-        groups on a node."""
+        """The largest one up to this that the devices which are well could have; over nodes where this may be, too."""
         well = Counter(str(device.node) for device in self.devices if device.is_well)
-        return layout if well.total() >= layout.size else shrink(cluster_of(well), layout)
+        return shrink(cluster_of(well), layout, span=True)
 
     def start(self) -> list[Place]:
         self.world.pass_by(self.sim.takes(0.01))
