@@ -130,8 +130,9 @@ class EngineKeeper:
     def _another(self) -> EngineHandle:
         self.handle = self.engine.connection = handle = self.make(self.config, self.engine.hear)
         handle.again, handle.shared_in = self.engine.facts is not None, self.shared_in or self.names
-        if handle.shares_memory and self.memory is None and self.weights is not None:
-            self.memory = KVMemory.make(self.config.parallel.layout.size, self.weights.keepers)
+        keepers = self.weights.keepers if self.weights is not None else None
+        if handle.shares_memory and self.memory is None and (self.config.device.platform.on_host or keepers):
+            self.memory = KVMemory.make(self.config.parallel.layout.size, keepers)
         handle.memory, handle.weights = self.memory, self.weights
         return handle
 
@@ -310,8 +311,10 @@ class EngineKeeper:
                 logger.warning("the engine process %d did not end in %.0f s: killed", self.handle.pid, EXIT_TIMEOUT)
                 self.handle.kill()
                 await self.task
-        if self.memory is not None:
+        if self.memory is not None and self.memory.keepers is not None:
             await asyncio.to_thread(self.memory.end)
+        elif self.memory is not None:
+            self.memory.close()
         if self.weights is not None and self.handle.shares_memory:
             await asyncio.to_thread(self.weights.forget, self.index)
 

@@ -30,8 +30,8 @@ class Pods:
         self.spaces, self.prefixes, self.model, self.port = made.spaces, made.prefixes, str(model), free_port()
         secret.write_bytes(SECRET)
         self.options = [
-            self.model, *OPTIONS, "-dp", "2", "--data-parallel-address", "10.93.0.1", "--host", "0.0.0.0",
-            "--secret-file", str(secret), "--heartbeat-timeout", "5",
+            self.model, *OPTIONS, "--enable-expert-parallel", "-dp", "2", "--data-parallel-address", "10.93.0.1",
+            "--host", "0.0.0.0", "--secret-file", str(secret), "--heartbeat-timeout", "5",
         ]  # fmt: skip
         self.second = self.start_second()
         self.first = Server(*self.options, "--data-parallel-rank", "0", port=self.port, prefix=self.prefixes[0])
