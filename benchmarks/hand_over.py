@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.deployment import Server, patient_client
-from benchmarks.kv_tier import metric, prompt
+from benchmarks.kv_tier import WARM, metric, prompt
 from planaria.cli.bench_serve import body, drive, figures
 from planaria.cli.traces import Prompts, Trace, read_trace
 
@@ -56,7 +56,7 @@ async def gaps(server: Server, ids: list[int]) -> list[float]:
 def prompts(model: str, tokens: int, rounds: int) -> dict[str, Any]:
     found: list[dict[str, float]] = []
     with Server(model, *OPTIONS, *APART) as server:
-        asyncio.run(gaps(server, prompt(-1, tokens)))  # its memory is touched for the first time
+        asyncio.run(gaps(server, prompt(WARM, tokens)))  # its memory is touched for the first time
         for number in range(rounds):
             names = [f"planaria:kv_transfer_{name}_total" for name in ("seconds", "bytes")]
             before = [metric(server, name) for name in names]
@@ -85,7 +85,7 @@ def planned(model: str, trace: Trace, rate: float | None) -> list[tuple[float, b
 
 def served(model: str, kinds: tuple[str, ...], trace: Trace, rate: float | None, slo: tuple[float, float]) -> Any:
     with Server(model, *OPTIONS, *kinds) as server:
-        asyncio.run(gaps(server, prompt(-1, 256)))
+        asyncio.run(gaps(server, prompt(WARM, 256)))
         work = planned(model, trace, rate)
         samples, took = asyncio.run(drive(server.url, {}, work, None, lambda done, tokens: None))
     result = figures(trace.arrivals, samples, took)
@@ -147,7 +147,7 @@ def traced_request(model: str, tokens: int) -> list[dict[str, Any]]:
 
     with Collector() as collector:
         with Server(model, *OPTIONS, *APART, "--otlp-traces-endpoint", collector.url) as server:
-            asyncio.run(gaps(server, prompt(-1, tokens)))  # its memory is touched for the first time
+            asyncio.run(gaps(server, prompt(WARM, tokens)))  # its memory is touched for the first time
             asyncio.run(gaps(server, prompt(1000, tokens)))
         last = max(
             (span for span in collector.gather() if not span.parent_span_id), key=lambda s: s.start_time_unix_nano
