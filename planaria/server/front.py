@@ -21,7 +21,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from planaria.errors import RequestError
 from planaria.server import admin, dashboard
@@ -31,7 +31,7 @@ from planaria.server.background import Background
 from planaria.server.common import LONG_BODY, encode_json
 from planaria.server.config import ServerConfig
 from planaria.server.failure import RETRY_AFTER, failure
-from planaria.server.gate import ADMIN_PATHS, RequestInfo
+from planaria.server.gate import ADMIN_PATHS, RequestInfo, once_more
 from planaria.server.health import cards_of, health_of, listed, listed_one
 from planaria.server.metrics import Together, exposition
 from planaria.server.models import LOADED, ModelTable, ServedModel
@@ -190,7 +190,7 @@ class Front(Admission):
             name = request.query_params.get("model")
             model = self.models[0] if name is None else self.named(name)
         elif not (body := await request.body()):
-            model, receive = self.models[0], _again(body, receive)  # which says that there is none
+            model, receive = self.models[0], once_more(body, receive)  # which says that there is none
         else:
             work: Callable[[], dict[str, Any]] = lambda: object_of(body)  # noqa: E731
             value = work() if len(body) <= LONG_BODY else await self.in_thread(work, receive)
@@ -202,7 +202,7 @@ class Front(Admission):
             if not model.known and (name is None or isinstance(name, str)):
                 await self._loaded(model, receive, held)
                 scope["planaria"].admitted = True
-            receive = _again(body, receive)
+            receive = once_more(body, receive)
         return model, receive
 
     async def _loaded(self, model: ServedModel, receive: Receive, held: contextlib.AsyncExitStack) -> None:
@@ -238,19 +238,6 @@ def front_app(front: Front) -> ASGIApp:
 async def _pass_on(request: Request, error: Exception) -> Response:
     """The gate says it."""
     raise error
-
-
-def _again(body: bytes, receive: Receive) -> Receive:
-    told = False
-
-    async def again() -> Message:
-        nonlocal told
-        if told:
-            return await receive()
-        told = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return again
 
 
 # -- routes of all models together

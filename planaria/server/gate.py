@@ -101,6 +101,20 @@ class ApiKeys:
         return found and scheme.lower() == b"bearer"
 
 
+def once_more(body: bytes, receive: Receive) -> Receive:
+    """A request's whole body as if nobody had read it, and then what comes after it."""
+    told = False
+
+    async def again() -> Message:
+        nonlocal told
+        if told:
+            return await receive()
+        told = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again
+
+
 class Gate:
     def __init__(self, app: ASGIApp, service: Admission) -> None:
         self.app, self.service, self.config = app, service, service.config
@@ -187,17 +201,8 @@ class Gate:
             return
         if body is None:
             return
-        replayed = False
-
-        async def receive_body() -> Message:
-            nonlocal replayed
-            if replayed:
-                return await receive()
-            replayed = True
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        again = HEADER in headers and scope["method"] == "POST" and scope["path"].startswith("/v1/")
-        await self._answer(self.once if again else self.app, scope, receive_body, send, open_path)
+        once = HEADER in headers and scope["method"] == "POST" and scope["path"].startswith("/v1/")
+        await self._answer(self.once if once else self.app, scope, once_more(body, receive), send, open_path)
 
     async def _answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, open_path: bool) -> None:
         if open_path:
