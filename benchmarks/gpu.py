@@ -37,6 +37,9 @@ OUT = Path(__file__).resolve().parent / "out"
 CASES = ("correct", "host", "bandwidth", "memory", "smollm2", "7b", "7b-int4", "recovery")
 STREAMS = (1, 32, 64, 128, 256)
 PROMPT, TOKENS = 32, 256
+WITHOUT = (  # tests that need no device
+    "gpu_kernels", "gpu_waits", "triton_experts", "step_graphs", "symmetric", "staged_ranks", "device_memory"
+)  # fmt: skip
 LLAMA_7B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000,
@@ -47,7 +50,7 @@ LLAMA_7B: dict[str, Any] = {
 
 def correct(here: bool) -> dict[str, Any]:
     """The tests that fit this machine."""
-    without = [f"tests/model/test_{name}.py" for name in ("gpu_kernels", "step_graphs", "device_memory")]
+    without = [f"tests/model/test_{name}.py" for name in WITHOUT]
     files = ["tests/gpu"] if here else without
     found = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", "-m", "not long", *files], cwd=ROOT,
@@ -100,48 +103,63 @@ class NullRecorder:
         return lambda: None, work()
 
 
+class Streams:
+    """`rows` streams as an engine's core and a worker step them, in this process. ops: with a drawer and a recorder.
+    Their lengths differ, so that every step gives some of them a block."""
+
+    def __init__(self, ops: Any, forward: Callable[[Any], Any], rows: int, vocab: int, longest: int = 1024) -> None:
+        from planaria.config.options import CacheConfig, SchedulerConfig
+        from planaria.core.engine import EngineCore
+        from planaria.kernels.ops import Batch
+        from planaria.types import Request, SamplingParams
+        from planaria.worker.runner import Runner
+        from planaria.worker.torch_sampler import TorchSampler
+
+        size, most = 16, rows + 256
+        scheduler = SchedulerConfig(
+            max_num_seqs=rows, max_num_batched_tokens=2048, max_model_len=longest, depth=1, max_logit_rows=most
+        )
+        batch = Batch(2048, rows, longest // size + 1, most)
+        ops._shared = lambda x: x  # as on a device
+        sampler = TorchSampler(rows, vocab, drawer=ops.drawer)
+        self.runner = Runner(batch, ops.compile(forward, batch), sampler, scheduler, size)
+        self.core = EngineCore(scheduler, CacheConfig(block_size=size), rows * longest // size)
+        for i in range(rows):
+            prompt = [(i + j) % vocab for j in range(PROMPT + i % size)]
+            params = SamplingParams(temperature=0.8)
+            self.core.admit(Request(f"r{i}", prompt, params, i, max_tokens=longest - PROMPT - size))
+
+    def step(self) -> tuple[int, list[float]]:
+        """How many drew, and the milliseconds of a processor to plan the step, on its worker, and to commit it."""
+        from planaria.protocol import StepResult
+
+        at = [time.thread_time()]  # of a processor: what else runs here is no part of it
+        plan = self.core.plan(0.0)
+        at.append(time.thread_time())
+        assert plan is not None
+        part = self.runner.step(plan.step, plan.lanes[0], plan.freed_rows[0], plan.turn)
+        at.append(time.thread_time())
+        self.core.commit(StepResult(plan.epoch, plan.step, (part,)))
+        at.append(time.thread_time())
+        return len(part.rows), [(after - before) * 1e3 for before, after in itertools.pairwise(at)]
+
+
 def host(rows: int = 256, steps: int = 400, vocab: int = 32000) -> dict[str, Any]:
     """Milliseconds of a processor that a step of `rows` streams takes where the device takes no time: to plan it, on
-    its worker, to commit it, and the three together; of each the median, and what 9 in 10 stay below. Rows are of
-    different lengths, so that every step gives some of them a block."""
-    from planaria.config.options import CacheConfig, SchedulerConfig
-    from planaria.core.engine import EngineCore
+    its worker, to commit it, and the three together; of each the median, and what 9 in 10 stay below."""
     from planaria.kernels.gpu.ops import GpuOps
-    from planaria.kernels.ops import Batch
-    from planaria.protocol import StepResult
-    from planaria.types import Request, SamplingParams
-    from planaria.worker.runner import Runner
-    from planaria.worker.torch_sampler import TorchSampler
 
-    size, longest = 16, 1024
-    scheduler = SchedulerConfig(
-        max_num_seqs=rows, max_num_batched_tokens=2048, max_model_len=longest, depth=1, max_logit_rows=rows + 256,
-    )  # fmt: skip
-    batch = Batch(2048, rows, longest // size + 1, rows + 256)
-    ops, drawer = GpuOps("cpu", "bfloat16"), NullDrawer(rows, vocab)
-    ops.recorder, ops.drawer = NullRecorder(), drawer  # type: ignore[assignment]
+    ops = GpuOps("cpu", "bfloat16")
+    ops.recorder, ops.drawer = NullRecorder(), NullDrawer(rows, vocab)  # type: ignore[assignment]
+    ops.kv_layer(1, 16, 1, 1)
     logits = torch.zeros(rows + 256, vocab)
-    ops.kv_layer(1, size, 1, 1)
-    forward = ops.compile(lambda own: logits[: len(own.step.sample_index)], batch)
-    sampler = TorchSampler(rows, vocab, drawer=drawer)  # type: ignore[arg-type]
-    core = EngineCore(scheduler, CacheConfig(block_size=size), rows * longest // size)
-    runner = Runner(batch, lambda: torch.as_tensor(forward()), sampler, scheduler, size)
-    for i in range(rows):
-        prompt = [(i + j) % vocab for j in range(PROMPT + i % size)]
-        core.admit(Request(f"r{i}", prompt, SamplingParams(temperature=0.8), i, max_tokens=longest - PROMPT - size))
+    streams = Streams(ops, lambda own: logits[: len(own.step.sample_index)], rows, vocab)
     times, threads = list[list[float]](), torch.get_num_threads()
     torch.set_num_threads(1)
     while len(times) < steps:
-        at = [time.thread_time()]  # of a processor: what else runs here is no part of it
-        plan = core.plan(0.0)
-        at.append(time.thread_time())
-        assert plan is not None
-        part = runner.step(plan.step, plan.lanes[0], plan.freed_rows[0], plan.turn)
-        at.append(time.thread_time())
-        core.commit(StepResult(plan.epoch, plan.step, (part,)))
-        at.append(time.thread_time())
-        if len(part.rows) == rows and ops.graphs[0].ready:
-            times.append([(after - before) * 1e3 for before, after in itertools.pairwise(at)])
+        drew, each = streams.step()
+        if drew == rows and ops.graphs[0].ready:
+            times.append(each)
     torch.set_num_threads(threads)
     parts = dict(zip(("plan", "worker", "commit"), zip(*times, strict=True), strict=True))
     parts["all"] = tuple(sum(each) for each in times)

@@ -397,14 +397,9 @@ def _crowded(config: ParallelConfig, machine: Machine, device: str) -> list[Note
 
 
 def _all_reduce(config: ParallelConfig, device: str, notes: list[Note]) -> tuple[ParallelConfig, list[Note]]:
-    """The fast collective is for CPUs, inside a node."""
-    if not PLATFORMS[device].on_host:
-        why = f"there is no fast collective for {device}"
-    elif config.local_world_size % config.tensor_parallel_size:
-        why = "tensor groups span nodes"
-    else:
+    """The fast collective is inside a node; on devices each group finds out."""
+    apart = PLATFORMS[device].on_host and config.local_world_size % config.tensor_parallel_size
+    if not apart or config.disable_custom_all_reduce:
         return config, notes
-    if config.disable_custom_all_reduce:
-        return config, notes
-    line = f"{why}: the plain collective is used (--disable-custom-all-reduce)"
+    line = "tensor groups span nodes: the plain collective is used (--disable-custom-all-reduce)"
     return msgspec.structs.replace(config, disable_custom_all_reduce=True), [*notes, (logging.DEBUG, line)]

@@ -144,11 +144,12 @@ class Slots:
             (num_experts, 1 + max(most, *(len(r) for r in replicas))), np.int32
         )
         self.load: npt.NDArray[np.int64] | None = None
+        self.number = 0  # how often it was filled
         self.fill(replicas)
 
     def fill(self, replicas: Sequence[Sequence[int]]) -> None:
         """The slots of each expert from now on. Raises ValueError for one that has none or too many."""
-        most = self.table.shape[1] - 1
+        most, self.number = self.table.shape[1] - 1, self.number + 1
         for expert, slots in enumerate(replicas):
             if not 1 <= len(slots) <= most:
                 raise ValueError(f"expert {expert} in {len(slots)} slots: must be in 1 to {most}")
@@ -402,6 +403,9 @@ class Ops(Protocol):
     def put(self, experts: Weight, slot: int, expert: tuple[Weight, Weight]) -> None:
         """Another expert of the same kind in a slot of a `group` (counted from the rank's first), from the next step
         on: called between steps, what was compiled stays good."""
+
+    def read_loads(self) -> None:
+        """Have in `Slots.load` what all steps so far counted; between two steps."""
 
     def form(self, weight: Weight) -> tuple[int, ...]:
         """Of a packed weight: at most 8 numbers from which `blank` makes another of its kind and shape,

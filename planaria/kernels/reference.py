@@ -116,18 +116,18 @@ class StepTensors:
         tokens, sequences, self.samples, self.all_tokens = (int(n) for n in batch.counts[:4])
         every, step_samples = (int(n) for n in batch.step.counts[[0, 2]])
         self.first, self.shares = int(batch.counts[6]), batch.step is not batch
-        self.tokens = self._put(batch.tokens[:tokens])
-        self.positions = self._put(batch.positions[:tokens])
-        self.step_positions = self._put(batch.step.positions[:every])
-        self.slots = self._put(batch.slots[:every])
-        self.sample_index = self._put(batch.sample_index[:step_samples])
-        self.loras = self._put(batch.loras[:tokens])
+        self.tokens = self.put(batch.tokens[:tokens])
+        self.positions = self.put(batch.positions[:tokens])
+        self.step_positions = self.put(batch.step.positions[:every])
+        self.slots = self.put(batch.slots[:every])
+        self.sample_index = self.put(batch.sample_index[:step_samples])
+        self.loras = self.put(batch.loras[:tokens])
         self._hidden, self._arrived = batch.hidden, batch.arrived
         self._starts = batch.seq_start[: sequences + 1].astype(np.int64)
         self._lengths = batch.seq_len[:sequences].astype(np.int64)
         self._tables = batch.block_table[batch.seq_row[:sequences]].astype(np.int64)
         here = batch.slots[:every] >= 0
-        self._here = None if here.all() else self._put(here.nonzero()[0])  # the others are on other context ranks
+        self._here = None if here.all() else self.put(here.nonzero()[0])  # the others are on other context ranks
         self._groups: dict[tuple[int, Stripes], list[SequenceGroup]] = {}
         self._masks: dict[tuple[int, Stripes, int | None], list[Tensor]] = {}
 
@@ -147,7 +147,8 @@ class StepTensors:
         else:
             cache[self.slots[self._here]] = rows[self._here]
 
-    def _put(self, array: npt.NDArray[Any]) -> Tensor:
+    def put(self, array: npt.NDArray[Any]) -> Tensor:
+        """It on the device, int64."""
         return torch.from_numpy(array.astype(np.int64)).to(self.device)
 
     def sequences(self, block_size: int, stripes: Stripes = ALL) -> list[SequenceGroup]:
@@ -180,7 +181,7 @@ class StepTensors:
         new = np.arange(count)
         rows = self._starts[:-1][members][:, None] + new
         positions = (lengths - count)[:, None] + new
-        return SequenceGroup(self._put(rows), self._put(slots), self._put(positions), stripes)
+        return SequenceGroup(self.put(rows), self.put(slots), self.put(positions), stripes)
 
 
 def attended(
@@ -395,8 +396,8 @@ class TorchOps(Products, SharedTokens):
         squares = torch.stack([q.pow(2).sum(-1), k.pow(2).sum(-1) * counts_keys], dim=-1)
         if self.tp.size > 1:
             self.tp.all_reduce(self._shared(squares))
-        scale = torch.rsqrt(squares / torch.tensor(whole, device=qkv.device) + eps)
-        return torch.cat([q * scale[:, :1] * q_norm, k * scale[:, 1:] * k_norm, v], dim=-1).to(self.dtype)
+        q_scale, k_scale = (torch.rsqrt(squares[:, i : i + 1] / whole[i] + eps) for i in range(2))
+        return torch.cat([q * q_scale * q_norm, k * k_scale * k_norm, v], dim=-1).to(self.dtype)
 
     def gate_rows(self, x: Tensor, logit: Tensor) -> Tensor:
         return (x.float() * logit.sigmoid()).to(self.dtype)
@@ -428,7 +429,13 @@ class TorchOps(Products, SharedTokens):
     def route(
         self, logits: Tensor, rule: MoEConfig, slots: Slots, correction: Tensor | None = None
     ) -> mixture.Routing:  # fmt: skip
-        return mixture.route(logits, rule, slots, correction, self.step.positions)
+        routing, chosen = mixture.route(logits, rule, self.step.put(slots.table), correction, self.step.positions)
+        if slots.load is not None:
+            slots.load += torch.bincount(chosen.flatten().cpu(), minlength=len(slots.load)).numpy()
+        return routing
+
+    def read_loads(self) -> None:
+        """Each step has told them."""
 
     def experts(
         self, x: Tensor, routing: mixture.Routing, weights: SlotExperts, slots: Slots,

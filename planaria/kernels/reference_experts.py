@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from planaria.kernels.ops import Slots
 from planaria.models.config import MoEConfig
 
 
@@ -33,8 +32,11 @@ class Product(Protocol):
     bias: Tensor | None
 
 
-def route(logits: Tensor, rule: MoEConfig, slots: Slots, correction: Tensor | None, positions: Tensor) -> Routing:
-    """See `Ops.route`. positions int64 [T]: they choose among an expert's slots."""
+def route(
+    logits: Tensor, rule: MoEConfig, table: Tensor, correction: Tensor | None, positions: Tensor
+) -> tuple[Routing, Tensor]:
+    """See `Ops.route`, and which experts those are, int64 [T, k]. table int64: of `Slots`. positions [T]: they choose
+    among an expert's slots."""
     scores = logits.softmax(-1) if rule.scoring == "softmax" else logits.sigmoid()
     choice = scores if correction is None else scores + correction
     if rule.num_groups > 1:
@@ -47,11 +49,8 @@ def route(logits: Tensor, rule: MoEConfig, slots: Slots, correction: Tensor | No
     weights = scores.gather(1, chosen)
     if rule.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    if slots.load is not None:
-        slots.load += torch.bincount(chosen.flatten().cpu(), minlength=len(slots.load)).numpy()
-    table = torch.from_numpy(slots.table).to(logits.device, torch.int64)
     number = positions[:, None] % table[chosen, 0]
-    return Routing(table[chosen, 1 + number], weights * rule.scaling)
+    return Routing(table[chosen, 1 + number], weights * rule.scaling), chosen
 
 
 def first(values: Tensor, count: int) -> Tensor:

@@ -105,7 +105,7 @@ def open_mesh(
     shared: Callable[[], Callable[..., Comm]], lanes: int = 1, crowded: bool = False, on_devices: bool = False,
     deadline: float = DEADLINE, opening: Opening | None = None, experts: bool = False, micro_batches: int = 1,
 ) -> Mesh:  # fmt: skip
-    """Meet the other ranks. fast: use shared memory where it can be. shared: gives what makes a group there (a
+    """Meet the other ranks. fast: use memory that all see where it can be. shared: gives what makes a group there (a
     SharedComm with its kernels), called only then; lanes, crowded: see RankBoot. opening: by which another thread ends
     this. experts, micro_batches: as for `axes`. Raises CollectiveAborted when a rank does not come within the deadline
     or the opening is aborted, Gone when a rank has ended already."""
@@ -149,10 +149,12 @@ def open_mesh(
 
         met = join_store(*store, deadline=deadline)
         with opening.waiting(lambda: leave_store(met)):
-            return (NcclComm if by_nccl else GlooComm)(
-                met, f"{epoch}/{axis}/{ranks[0]}", place, ranks, host=members[rank].address, deadline=deadline,
-                in_flight=FEW if axis == "experts" else IN_FLIGHT,
-            )  # fmt: skip
+            name, most = f"{epoch}/{axis}/{ranks[0]}", FEW if axis == "experts" else IN_FLIGHT
+            options: dict[str, Any] = {"host": members[rank].address, "deadline": deadline, "in_flight": most}
+            if not by_nccl:
+                return GlooComm(met, name, place, ranks, **options)
+            near = len({members[each].home for each in ranks}) == 1
+            return NcclComm(met, name, place, ranks, custom=fast and axis == "tp" and near, **options)
 
     groups: dict[str, Comm] = {}
     try:

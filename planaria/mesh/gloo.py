@@ -146,16 +146,11 @@ class GlooComm:
         return out if tensor is x else out.numpy()
 
     def _all_columns(self, own: range) -> list[range]:
-        """Each rank's, on rank 0; once for a matrix, since they don't change."""
-        bounds = np.array([own.start, own.stop])
-        if self.rank:
-            self.send(bounds, 0)
-            return []
-        found = [own]
-        for rank in range(1, self.size):
-            self.receive(bounds, rank)
-            found.append(range(*bounds.tolist()))
-        return found
+        """Each rank's; once for a matrix, since they don't change."""
+        bounds = np.zeros((self.size, 2), np.float32)
+        bounds[self.rank] = own.start, own.stop
+        self.all_reduce(bounds)
+        return [range(*each) for each in bounds.astype(int).tolist()]
 
     def send(self, x: Array, to: int) -> None:
         """Waits only where `in_flight` messages are on their way. Each stays referenced until it has gone."""

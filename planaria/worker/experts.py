@@ -76,6 +76,7 @@ class Experts:
         """[layers, experts] int64, since the last time; between two steps."""
         if self._load is None:
             return b""
+        self.ops.read_loads()
         load = self._load.tobytes()
         self._load[:] = 0
         return load

@@ -58,9 +58,8 @@ class Groups:
 
     @property
     def _shares_memory(self) -> bool:
-        """Where the nodes allow it."""
-        config = self.boot.config
-        return config.device.platform.on_host and not config.parallel.disable_custom_all_reduce
+        """Where the nodes, or the devices, allow it."""
+        return not self.boot.config.parallel.disable_custom_all_reduce
 
     def bring(self, command: Join, held: tuple[tuple[int, tuple[int, ...]], ...], kv: tuple[int, ...]) -> Hello:
         """Have left the groups of before; say what this rank brings to the new ones. held, kv: see Hello."""
@@ -71,7 +70,8 @@ class Groups:
             rank, layout, experts=self.shared_experts, micro_batches=self._num_micro_batches
         )
         store = None
-        if rank == 0 and layout.size > 1 and (command.apart or not self._shares_memory):
+        by_store = command.apart or not self._shares_memory or not config.device.platform.on_host
+        if rank == 0 and layout.size > 1 and by_store:
             from planaria.mesh.gloo import open_store
 
             self._store, port = open_store(place.address)

@@ -162,6 +162,7 @@ class Sampler:
         self._copies: Any = np.empty((0, vocab_size), np.float32)
         self._drawing: set[int] = set()  # rows that are not greedy
         self._special: set[int] = set()  # rows with more to them than a draw: edits, constraints, log-probabilities
+        self._indexed: tuple[list[int], _Ids] = [], _NO_IDS
         # By row, in the form the kernels read.
         self._scales = np.zeros(max_rows, np.float32)  # log2(e) / temperature, 0 for greedy
         self._top_k = np.zeros(max_rows, np.int64)
@@ -221,6 +222,12 @@ class Sampler:
             self._loading = threading.Thread(target=self._load_behind, name="sampler-kernels", daemon=True)
             self._loading.start()
 
+    def _indices(self, rows: list[int]) -> _Ids:
+        """Mostly those of the step before."""
+        if rows != self._indexed[0]:
+            self._indexed = rows, np.array(rows)
+        return self._indexed[1]
+
     def prepare(self, rows: list[int]) -> None:
         """These are drawn for next, line by line: said before their logits are computed."""
 
@@ -265,7 +272,7 @@ class Sampler:
             for i, count, entry in zip(wanted, counts, entries, strict=True):
                 if i not in failed:
                     logprobs[rows[i]] = TokenLogprobs(entry.token, entry.logprob, entry.rank, entry.top[:count])
-        self._positions[np.array(rows)] += 1
+        self._positions[self._indices(rows)] += 1
         for state, token in zip(states, tokens, strict=True):
             state.history.append(token)
         for i in edited:

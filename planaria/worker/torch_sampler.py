@@ -48,7 +48,7 @@ class TorchSampler(Sampler):
 
     def _stage(self, drawer: Drawer, rows: list[int]) -> None:
         settings = self._scales, self._limits, self._top_k, self._top_p, self._seeds, self._positions
-        drawer.stage(rows, settings, again=not self._entered)
+        drawer.stage(rows, self._indices(rows), settings, again=not self._entered)
         self._entered = False
 
     @torch.inference_mode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from array import array
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.gpu import Streams
 from planaria.kernels.gpu.draw import Drawer
 from planaria.kernels.gpu.graphs import OFTEN
 from planaria.kernels.gpu.ops import GpuOps
@@ -140,6 +142,27 @@ def test_recorded_steps_give_the_same(cuda: str) -> None:
         for i in feed:
             assert float((found[0][i] - found[1][i]).abs().max()) < 1e-5
     assert len(drivers[1][0].graphs[0].ready) == 2
+
+
+@pytest.mark.parametrize("config", [QWEN3, EXPERTS], ids=["dense", "experts"])
+def test_a_step_waits_for_its_device_once(cuda: str, config: dict[str, Any]) -> None:
+    """By torch's own count; before steps are recorded, and after."""
+    own, ops = model_config(config), GpuOps.recording(cuda, "bfloat16", graphs=True)
+    ops.drawer_of(5, own.vocab_size)
+    model = build(own, RandomSource(), ops, quantization="keep")
+    model.make_kv(5 * 512 // 16, 16)
+    streams, found = Streams(ops, model.forward, 5, own.vocab_size, 512), list[list[str]]()
+    for _ in range(20):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            streams.step()
+            torch.cuda.set_sync_debug_mode("default")
+        found.append([str(each.message) for each in said if "synchroniz" in str(each.message)])
+        if (thread := ops.graphs[0]._thread) is not None:
+            thread.join()
+    assert ops.graphs[0].ready and {len(each) for each in found[2:]} <= {0, 1}, found
+    ops.close()
 
 
 def test_tokens_are_those_of_the_cpu(cuda: str) -> None:

@@ -23,6 +23,7 @@ class Driver:
         random.Random(seed).shuffle(self.free)
         self.lengths: dict[int, int] = {}
         self.blocks: dict[int, list[int]] = {}
+        self.adapters: dict[int, int] = {}  # slots of sequences that have one
         self.run = ops.compile(model.forward, self.batch)
 
     def step(self, feed: dict[int, list[int]], *, wanted: list[int] | None = None) -> dict[int, Tensor]:
@@ -39,13 +40,14 @@ class Driver:
             b.tokens[span], b.positions[span] = tokens, positions
             b.slots[span] = np.array(blocks)[positions // self.block_size] * self.block_size
             b.slots[span] += positions % self.block_size
+            b.loras[span] = self.adapters.get(sequence, -1)
             b.seq_start[i : i + 2] = at, at + len(tokens)
             b.seq_len[i], b.seq_row[i] = end, sequence
             b.block_table[sequence, : len(blocks)] = blocks
             if wanted is None or sequence in wanted:
                 samples += range(at, at + len(tokens))
             self.lengths[sequence], at = end, at + len(tokens)
-        b.counts[:3] = at, len(feed), len(samples)
+        b.counts[:3], b.adapted = (at, len(feed), len(samples)), bool((b.loras[:at] >= 0).any())
         b.sample_index[: len(samples)] = samples
         logits = torch.as_tensor(self.run()).clone().float().cpu()
         sizes = [len(t) for s, t in feed.items() if wanted is None or s in wanted]

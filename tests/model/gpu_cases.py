@@ -8,13 +8,14 @@ from __future__ import annotations
 import random
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from planaria.config.options import LoRAConfig
 from planaria.kernels.blocks import KINDS
 from planaria.kernels.gpu import attention, fused
 from planaria.kernels.gpu import draw as draw_module
@@ -28,10 +29,13 @@ from planaria.kernels.reference import SlotKV, SlotLatents, StepTensors, TorchOp
 from planaria.layers.build import build
 from planaria.mesh.comm import Solo
 from planaria.models import model_config
+from planaria.models.deal import deal
+from planaria.models.linears import linears
 from planaria.models.shard import ContextGroup
-from planaria.protocol import Fresh
+from planaria.protocol import Fresh, LoraModule, PutLora
 from planaria.topology.stripes import Stripes
 from planaria.types import SamplingParams
+from planaria.worker.loras import Loras
 from planaria.worker.sampler import Sampler
 from planaria.worker.torch_sampler import TorchSampler
 from tests.model.driver import Driver
@@ -263,28 +267,110 @@ class Played:
     def __getitem__(self, lines: Any) -> Tensor:
         return self.out["last"][lines]
 
+    def contiguous(self) -> Tensor:
+        return self.out["last"]
 
-def graphs() -> None:
+
+UNWINDOWED = {name: value for name, value in SMALL.items() if "window" not in name}
+MIXTURE = {
+    **UNWINDOWED, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 6, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48, "norm_topk_prob": True,
+}  # fmt: skip
+
+
+def adapted(model: Any, ops: TorchOps) -> Loras:
+    """Two adapters of random numbers, in slots 0 and 2 of 3."""
+    dice = np.random.default_rng(0)
+    loras = Loras(LoRAConfig(max_loras=3, max_lora_rank=8), model.config, ops, model)
+    for slot, rank in ((0, 8), (2, 3)):
+        modules = []
+        for name, (rows, columns) in linears(model.config).items():
+            a, b = (dice.normal(0, 0.3, size).astype(np.float32).tobytes() for size in (rank * columns, rows * rank))
+            modules.append(LoraModule(name, rank, 0.5, "f32", a, b))
+        loras.put(PutLora(slot, f"{slot}", tuple(modules), first=True, last=True))
+    return loras
+
+
+def twice(config: dict[str, Any], stage: int = 0, stages: int = 1) -> Iterator[tuple[Any, Any]]:
+    """A model, or a stage of it, whose steps are recorded when they come a second time, and one by the definition."""
+    own, ops = model_config(config), GpuOps("cpu", "float32")
+    ops.recorder, model_graphs.OFTEN = FakeRecorder(), 1
+    for each in (ops, TorchOps("cpu", "float32")):
+        yield each, build(own, RandomSource(), each, quantization="keep", shard=deal(own, 1, stages)[stage])
+
+
+def recorded(config: dict[str, Any], *, stage: int = 0, stages: int = 1, adapts: bool = False) -> Any:
     """Steps of several shapes, with rows and tokens that recordings have and these lack: played, they give the same."""
-    recorder, ops, plain = FakeRecorder(), GpuOps("cpu", "float32"), TorchOps("cpu", "float32")
-    ops.recorder, model_graphs.OFTEN = recorder, 1
-    drivers = [
-        Driver(build(model_config(SMALL), RandomSource(), each, quantization="keep"), each, block_size=16)
-        for each in (ops, plain)
-    ]  # fmt: skip
+    made = list(twice(config, stage, stages))
+    drivers = [Driver(model, adapted(model, ops) if adapts else ops, block_size=16) for ops, model in made]
+    ops = made[0][0]
     feeds: list[dict[int, list[int]]] = [{i: [i + 1, 5] for i in range(3)}, *[{0: [3], 1: [4], 2: [5]}] * 2]
     feeds += [{0: [1, 2], 1: [9], 2: [8, 9]}] * 2 + [{2: [4], 0: [1]}] * 2
     for number, feed in enumerate(feeds):
+        came = torch.randn(sum(map(len, feed.values())), config["hidden_size"])
         for driver in drivers:
-            driver.batch.prefill = number == 0
+            driver.batch.prefill, driver.adapters = number == 0, {0: 2, 2: 0} if adapts else {}
+            driver.batch.arrived = came.clone() if stage else None
         found, wanted = (driver.step(feed) for driver in drivers)
         for i in feed:
             same(found[i], wanted[i], "float32", (number, i))
-    (made,) = ops.graphs
-    assert recorder.played == 3, (recorder.played, made.ready)
-    assert {(shape.rows, shape.each) for shape in made.ready} == {(4, 1), (4, 2), (2, 1)}
+    assert ops.recorder.played == 3, (ops.recorder.played, ops.graphs[-2].ready)
+    assert {(shape.rows, shape.each) for shape in ops.graphs[-2].ready} == {(4, 1), (4, 2), (2, 1)}
+    return ops
+
+
+def graphs() -> None:
+    ops = recorded(SMALL)
+    made = list(ops.graphs)
     ops.join(Solo())
-    assert not made.ready and not ops.graphs
+    assert not any(each.ready for each in made) and not ops.graphs
+
+
+def graphs_further() -> None:
+    """Of stages, and of steps in which rows have adapters, or choose experts."""
+    for stage in range(2):
+        recorded(SMALL, stage=stage, stages=2)
+    recorded(UNWINDOWED, adapts=True)
+    recorded(MIXTURE)
+
+
+def moved_experts() -> None:
+    """A recording finds experts where they are by now, and counts only tokens that are somebody's."""
+    made = list(twice(MIXTURE))
+    loads = [model.count_experts() for _, model in made]
+    drivers = [Driver(model, ops, block_size=16) for ops, model in made]
+    for number in range(4):
+        found, wanted = (driver.step({i: [number + i] for i in range(3)}) for driver in drivers)
+        for i in found:
+            same(found[i], wanted[i], "float32", (number, i))
+        for ops, model in made if number == 2 else ():
+            for block in model.blocks:
+                block.place(ops, [3, 1, 2, 0, 5, 4], range(6))
+    ops = made[0][0]
+    ops.read_loads()
+    assert ops.recorder.played == 3 and (loads[0] == loads[1]).all() and loads[0].sum() == 4 * 3 * 2 * 2, loads
+
+
+def adapters(sizes: tuple[int, ...] = (4,)) -> None:
+    """Products of rows with and without, with parts that adapters leave out."""
+    for dtype in NEAR:
+        made = GpuOps("cpu", dtype), TorchOps("cpu", dtype)
+        for parts, width in (((range(40), range(40, 72), range(72, 91)), 48), ((range(64),), 33)):
+            tables: list[Any] = [each.lora_table(parts, 20, 3) for each in made]
+            dice = np.random.default_rng(0)
+            for slot in (0, 2):
+                pairs: list[Any] = [
+                    (dice.normal(size=(20 - slot, width)) / 9, dice.normal(size=(len(part), 20 - slot)))
+                    if slot or part.start else None for part in parts
+                ]  # fmt: skip
+                for each, table in zip(made, tables, strict=True):
+                    each.put_lora(table, slot, [pair and tuple(x.astype(np.float32) for x in pair) for pair in pairs])
+            for count in sizes:
+                x, slots = torch.randn(count, width).to(made[0].dtype), torch.arange(count, dtype=torch.int32) % 4 - 1
+                y = torch.randn(count, parts[-1].stop)
+                found, wanted = (each.add(x, y.clone(), slots) for each in tables)
+                same(found, wanted, dtype, (count, parts))
+                assert torch.equal(found[0], y[0]) and (count < 2 or not torch.equal(found[-1], y[-1]))
 
 
 def drawing(sizes: tuple[int, ...] = (100, 1)) -> None:
@@ -315,7 +401,9 @@ def drawing(sizes: tuple[int, ...] = (100, 1)) -> None:
 CASES: dict[str, Callable[[], None]] = {
     "attention": attention_few, "attention_many": attention_many, "norms": norms, "ropes": ropes, "gates": gates,
     "packed": packed_few, "packed_many": packed_many, "model": whole_model,
-    "graphs": graphs, "drawing": drawing, "drawing_many": lambda: drawing((1, 2, 3, 31, 32, 33, 100, 500, 64, 7) * 4),
+    "graphs": graphs, "graphs_further": graphs_further, "moved_experts": moved_experts, "adapters": adapters,
+    "adapters_many": lambda: adapters((1, 16, 18, 40)), "drawing": drawing,
+    "drawing_many": lambda: drawing((1, 2, 3, 31, 32, 33, 100, 500, 64, 7) * 4),
     "model_many": lambda: whole_model(tuple(NEAR), (None, "q8_0", "q4_1"), 40),
     "norms_many": lambda: norms((1, 64, 1000), (1, 20)), "gates_many": lambda: gates((1, 1000, 1025)),
     "ropes_many": lambda: ropes(((8, 2, 128, 128), (3, 3, 96, 32), (1, 1, 16, 2))),

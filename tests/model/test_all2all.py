@@ -14,6 +14,7 @@ from planaria.config.all2all import EXCHANGES
 from planaria.mesh.all2all import All2All, make
 from planaria.mesh.comm import Array, CollectiveAborted, Comm
 from planaria.mesh.nccl import NcclComm
+from planaria.mesh.staged import StagedComm
 from tests.model.tensors import array
 from tests.model.test_mesh import Group
 
@@ -37,7 +38,7 @@ def made_of(rank: int, hidden: torch.Tensor, weights: torch.Tensor) -> torch.Ten
 
 def of(comm: Comm, parts: list[torch.Tensor]) -> list[Array]:
     """What a rank has of a group's kind: tensors only on a device."""
-    return list(parts) if isinstance(comm, NcclComm) else [array(part) for part in parts]
+    return list(parts) if isinstance(comm, NcclComm | StagedComm) else [array(part) for part in parts]
 
 
 def all_steps(exchange: All2All, comm: Comm, width: int, in_order: bool = True) -> None:
@@ -62,7 +63,7 @@ def all_steps(exchange: All2All, comm: Comm, width: int, in_order: bool = True) 
                 assert torch.equal(out, expected), "not added up in the order of ranks"
 
 
-@pytest.mark.parametrize("kind", ["shared", "gloo", "nccl"])
+@pytest.mark.parametrize("kind", ["shared", "gloo", "nccl", "staged"])
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize(("name", "dealt"), WAYS)
 @pytest.mark.row("P9")

@@ -19,6 +19,9 @@ HERE = importlib.util.find_spec("triton") is not None
 pytestmark = pytest.mark.skipif(not HERE, reason="Triton is not installed: there is none for this platform")
 
 
+MIXED = {"paged", "norm", "rope_store", "gated", "down", "combine"}  # a mixture's
+
+
 def interpreted(*cases: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.model.gpu_cases", *cases], env={**os.environ, "TRITON_INTERPRET": "1"},
@@ -28,11 +31,15 @@ def interpreted(*cases: str) -> None:
 
 
 def test_every_kernel_once() -> None:
-    interpreted("attention", "norms", "ropes", "gates", "packed", "drawing", "graphs")
+    interpreted("attention", "norms", "ropes", "gates", "packed", "drawing", "adapters", "graphs")
+
+
+def test_steps_of_all_kinds_are_recorded() -> None:
+    interpreted("graphs_further", "moved_experts")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", ["attention", "packed", "model", "norms", "ropes", "gates", "drawing"])
+@pytest.mark.parametrize("case", ["adapters", "attention", "packed", "model", "norms", "ropes", "gates", "drawing"])
 def test_in_all_dtypes_and_odd_shapes(case: str) -> None:
     interpreted(f"{case}_many")
 
@@ -92,7 +99,8 @@ def test_the_last_way_takes_everything() -> None:
     ("case", "kernels"),
     [
         ("attention", {"paged", "merge"}), ("packed", {"product", "unpack"}), ("norms", {"norm"}),
-        ("ropes", {"rope_store"}), ("gates", {"gated"}), ("drawing", {"tops", "masses", "weights", "pick"}),
+        ("ropes", {"rope_store"}), ("gates", {"gated"}), ("adapters", {"shrink", "expand"}),
+        ("moved_experts", MIXED), ("drawing", {"tops", "masses", "weights", "pick"}),
     ],
 )  # fmt: skip
 def test_triton_makes_device_code_of_them(case: str, kernels: set[str]) -> None:

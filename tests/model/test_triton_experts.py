@@ -20,13 +20,15 @@ CASES = [
     {"tokens": 70, "experts": 5, "k": 2, "hidden": 48, "width": 80, "held": [0, 5], "dtype": "float32"},
     {"tokens": 1, "experts": 6, "k": 3, "hidden": 64, "width": 32, "held": [0, 6], "dtype": "float32"},
     {"tokens": 33, "experts": 6, "k": 3, "hidden": 40, "width": 24, "held": [2, 5], "dtype": "float32"},
+    {"tokens": 9, "experts": 4, "k": 2, "hidden": 40, "width": 24, "held": [0, 4], "kind": "clamped", "biased": 2},
+    {"tokens": 5, "experts": 4, "k": 2, "hidden": 40, "width": 24, "held": [1, 4], "kind": "gelu_tanh", "biased": 1},
     {"tokens": 40, "experts": 4, "k": 2, "hidden": 64, "width": 64, "held": [0, 4], "dtype": "float16"},
 ]
 PROGRAM = """
 import json, sys, numpy, torch
-from types import SimpleNamespace
-from torch.nn.functional import silu
 from planaria.kernels.reference_experts import Routing, experts as plain
+from planaria.kernels.reference import TorchOps
+from planaria.kernels.reference_linear import Linear
 from planaria.kernels.gpu.experts import BLOCK_M, Table, experts, tiles_of
 
 def product(a, b, dtype):
@@ -34,28 +36,29 @@ def product(a, b, dtype):
 
 numpy.matmul = product
 
-def gated(both):
-    gate, up = both.float().chunk(2, -1)
-    return (silu(gate) * up).to(both.dtype)
-
 for case in json.loads(sys.argv[1]):
     torch.manual_seed(0)
-    dtype, held = getattr(torch, case["dtype"]), range(*case["held"])
+    dtype, held = getattr(torch, case.get("dtype", "float32")), range(*case["held"])
     hidden, width, tokens = case["hidden"], case["width"], case["tokens"]
-    weights = [
-        ((torch.randn(2 * width, hidden) / hidden**0.5).to(dtype), (torch.randn(hidden, width) / width**0.5).to(dtype))
-        for _ in held
-    ]
+    kind, biased = case.get("kind", "silu"), case.get("biased", 0)
+
+    def weight(rows, columns, biased):
+        bias = [torch.randn(rows)] * biased
+        whole = torch.cat([torch.randn(rows * columns) / columns**0.5, *bias]).to(dtype)
+        return Linear.of(whole, rows, columns, biased)
+
+    pairs = [(weight(2 * width, hidden, biased > 0), weight(hidden, width, biased > 1)) for _ in held]
+    gated = TorchOps("cpu")
+    gated.dtype = dtype
     x = torch.randn(tokens, hidden).to(dtype)
     chosen = torch.stack([torch.randperm(case["experts"])[: case["k"]] for _ in range(tokens)])
     parts = torch.rand(tokens, case["k"])
-    found = experts(x, chosen, parts, Table.of(weights), held)
-    pairs = [tuple(SimpleNamespace(weight=each, bias=None) for each in pair) for pair in weights]
-    wanted = plain(x, Routing(chosen, parts), pairs, held, gated)
+    found = experts(x, chosen, parts, Table.of(pairs), held, kind)
+    wanted = plain(x, Routing(chosen, parts), pairs, held, lambda both: gated.gated(both, kind))
     gap = float((found - wanted).abs().max())
     assert gap < (1e-5 if dtype is torch.float32 else 3e-3), (case, gap)
     assert wanted.abs().max() > 0.5
-    alone = experts(x[-1:], chosen[-1:], parts[-1:], Table.of(weights), held)
+    alone = experts(x[-1:], chosen[-1:], parts[-1:], Table.of(pairs), held, kind)
     assert torch.equal(alone[0], found[-1]), case
     tiles = tiles_of(chosen, held)
     real = tiles.slots < len(held)

@@ -402,7 +402,7 @@ def test_ranks_and_nodes() -> None:
     assert (config.world_size, config.local_world_size, ranks_here(config)) == (6, 2, 2)
     assert not config.disable_custom_all_reduce  # each tensor group is on one node
     assert resolved(tensor_parallel_size=2, nnodes=2).disable_custom_all_reduce  # and this one isn't
-    assert resolved(BOX, "cuda", **TP4).disable_custom_all_reduce  # the fast one is for CPUs
+    assert not resolved(BOX, "cuda", **TP4).disable_custom_all_reduce  # each group finds out
     assert resolved(disable_custom_all_reduce=True).disable_custom_all_reduce
     outer = resolved(msgspec.structs.replace(LAPTOP, outer=RANK_1), **TP2, **EXTERNAL)
     assert outer.outer == RANK_1 and ranks_here(outer) == 2

@@ -129,6 +129,9 @@ class CpuOps:
     def put(self, experts: mixture.ExpertTable, slot: int, expert: tuple[Packed, Packed]) -> None:
         experts.put(slot, *expert)
 
+    def read_loads(self) -> None:
+        """Each step has told them."""
+
     def form(self, weight: Packed) -> tuple[int, ...]:
         return form_of(weight)
 

@@ -46,14 +46,16 @@ class Drawer:
         """Another of its kind, for a trial."""
         return Drawer(self.lines, self.size, self.device)
 
-    def stage(self, rows: list[int], tables: Sequence[npt.NDArray[Any]], *, again: bool = False) -> None:
-        """tables, by row: scales, limits, top_k, top_p, seeds, positions (see `Sampler`). again: nobody entered since
-        the last time, so that the same rows have other positions only."""
+    def stage(
+        self, rows: list[int], at: npt.NDArray[np.int64], tables: Sequence[npt.NDArray[Any]], *, again: bool = False
+    ) -> None:
+        """at: the rows; tables, by row: scales, limits, top_k, top_p, seeds, positions (see `Sampler`). again: nobody
+        entered since the last time, so that the same rows have other positions only."""
         if not again or rows != self._last:
             for into, table in zip(self._into, tables[:5], strict=False):
-                into[: len(rows)] = table[rows] if table.dtype != np.uint64 else table[rows].view(np.int64)
-            self.cuts = bool((tables[2][rows] > 0).any() or (tables[3][rows] < 1.0).any())
-        self._into[5][: len(rows)] = tables[5][rows]
+                into[: len(rows)] = table[at] if table.dtype != np.uint64 else table[at].view(np.int64)
+            self.cuts = bool((tables[2][at] > 0).any() or (tables[3][at] < 1.0).any())
+        np.take(tables[5], at, out=self._into[5][: len(rows)])
         self.rows, self._last, self.drawn = rows, rows, False
         self._here.copy_(self._host, non_blocking=True)
 

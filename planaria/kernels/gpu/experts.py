@@ -12,28 +12,43 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from planaria.kernels.gpu.fused import KINDS
+from planaria.kernels.reference_linear import Linear
+
 BLOCK_M, BLOCK_N, BLOCK_K = 32, 64, 32
 BLOCK_H = 256  # columns of a token's sum at a time
 
 
+Pair = tuple[Linear, Linear]
+
+
 @dataclass(frozen=True)
 class Table:
-    """Weights of a rank's slots, and their addresses on the device: int64 [2, slots], gate over up, then down."""
+    """Weights of a rank's slots, and their addresses on the device: int64 [4, slots], gate over up, down, and the
+    biases of the two. biased: have they such?"""
 
-    weights: list[tuple[Tensor, Tensor]]
+    weights: list[Pair]
     addresses: Tensor
+    biased: tuple[bool, bool]
 
     @classmethod
-    def of(cls, weights: list[tuple[Tensor, Tensor]]) -> Table:
-        """weights: (gate over up [2 I, H], down [H, I]) of each slot, contiguous, all of one shape and dtype."""
-        found = [[pair[side].data_ptr() for pair in weights] for side in range(2)]
-        device = weights[0][0].device if weights else None
-        return cls(weights, torch.tensor(found, dtype=torch.int64, device=device))
+    def of(cls, weights: list[Pair]) -> Table:
+        """weights: (gate over up [2 I, H], down [H, I]) of each slot, contiguous, all of one form."""
+        found = torch.tensor([_addresses(pair) for pair in weights], dtype=torch.int64).view(-1, 4).T.contiguous()
+        if not weights:
+            return cls(weights, found, (False, False))
+        first, second = weights[0]
+        return cls(weights, found.to(first.weight.device), (first.bias is not None, second.bias is not None))
 
-    def put(self, slot: int, pair: tuple[Tensor, Tensor]) -> None:
+    def put(self, slot: int, pair: Pair) -> None:
         """Another expert in a slot, from the next step on."""
         self.weights[slot] = pair
-        self.addresses[:, slot] = torch.tensor([half.data_ptr() for half in pair], dtype=torch.int64)
+        self.addresses[:, slot] = torch.tensor(_addresses(pair), dtype=torch.int64)
+
+
+def _addresses(pair: Pair) -> list[int]:
+    biases = (half.bias for half in pair)
+    return [*(half.weight.data_ptr() for half in pair), *(0 if bias is None else bias.data_ptr() for bias in biases)]
 
 
 @dataclass(frozen=True)
@@ -67,10 +82,11 @@ def tiles_of(chosen: Tensor, held: range) -> Tiles:
     return Tiles(order, places.where(here, -1), slots, starts[slots] + (every - before) * BLOCK_M, ends)
 
 
-def experts(x: Tensor, chosen: Tensor, weights: Tensor, table: Table, held: range) -> Tensor:
+def experts(x: Tensor, chosen: Tensor, weights: Tensor, table: Table, held: range, kind: str = "silu") -> Tensor:
     """The weighted sum of each token's experts that this rank holds: float32 [T, H].
 
     x [T, H] in the weights' dtype, contiguous; chosen int64 [T, k], slots over all ranks; weights float32 [T, k].
+    kind: see `Operations.gated`.
     """
     from planaria.kernels.gpu.experts_kernels import combine, down, gated
 
@@ -78,16 +94,20 @@ def experts(x: Tensor, chosen: Tensor, weights: Tensor, table: Table, held: rang
     out = torch.empty(tokens, hidden, dtype=torch.float32, device=x.device)
     if tokens == 0:
         return out
-    tiles, width = tiles_of(chosen, held), table.weights[0][1].shape[1]
+    tiles, width = tiles_of(chosen, held), table.weights[0][1].weight.shape[1]
+    (gate_up, back, gate_up_bias, back_bias), biased = table.addresses, table.biased
     inner = torch.empty(tokens * k, width, dtype=x.dtype, device=x.device)
     y = torch.empty(tokens * k, hidden, dtype=torch.float32, device=x.device)
     blocks = {"block_m": BLOCK_M, "block_n": BLOCK_N, "block_k": BLOCK_K}
     grid = len(tiles.slots), -(-width // BLOCK_N)
     gated[grid](
-        x, table.addresses[0], inner, tiles.order, tiles.slots, tiles.rows, tiles.ends, len(held), k, width, hidden,
-        **blocks,
+        x, gate_up, gate_up_bias, inner, tiles.order, tiles.slots, tiles.rows, tiles.ends, len(held), k, width, hidden,
+        kind=KINDS.index(kind), biased=biased[0], **blocks,
     )  # fmt: skip
     grid = len(tiles.slots), -(-hidden // BLOCK_N)
-    down[grid](inner, table.addresses[1], y, tiles.slots, tiles.rows, tiles.ends, len(held), width, hidden, **blocks)
+    down[grid](
+        inner, back, back_bias, y, tiles.slots, tiles.rows, tiles.ends, len(held), width, hidden, biased=biased[1],
+        **blocks,
+    )  # fmt: skip
     combine[(tokens, -(-hidden // BLOCK_H))](y, tiles.places, weights, out, k, hidden, block_h=BLOCK_H)
     return out

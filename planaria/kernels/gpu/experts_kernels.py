@@ -7,11 +7,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from planaria.kernels.gpu.fused_kernels import activated
+
 
 @triton.jit
 def gated(
-    x, table, out, order, tile_slots, tile_rows, ends, num_slots, k, width, hidden,
-    block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
+    x, table, biases, out, order, tile_slots, tile_rows, ends, num_slots, k, width, hidden, kind: tl.constexpr,
+    biased: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
     slot = tl.load(tile_slots + tl.program_id(0))
     if slot < num_slots:
@@ -32,14 +34,18 @@ def gated(
             u = tl.load(w + (column[None, :] + width) * hidden + at[:, None], mask=taken, other=0.0)
             gate = tl.dot(a, g, gate, input_precision="ieee")
             up = tl.dot(a, u, up, input_precision="ieee")
-        y = gate / (1.0 + tl.exp(-gate)) * up
+        if biased:
+            b = tl.load(biases + slot).to(tl.pointer_type(x.dtype.element_ty))
+            gate += tl.load(b + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(b + width + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+        y = activated(gate, up, kind)
         spot = out + row[:, None] * width + column[None, :]
         tl.store(spot, y.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
 
 @triton.jit
 def down(
-    x, table, out, tile_slots, tile_rows, ends, num_slots, width, hidden,
+    x, table, biases, out, tile_slots, tile_rows, ends, num_slots, width, hidden, biased: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
     slot = tl.load(tile_slots + tl.program_id(0))
@@ -56,6 +62,9 @@ def down(
             a = tl.load(x + row[:, None] * width + at[None, :], mask=real[:, None] & fits[None, :], other=0.0)
             b = tl.load(w + column[None, :] * width + at[:, None], mask=fits[:, None] & inside[None, :], other=0.0)
             y = tl.dot(a, b, y, input_precision="ieee")
+        if biased:
+            b = tl.load(biases + slot).to(tl.pointer_type(x.dtype.element_ty))
+            y += tl.load(b + column, mask=inside, other=0.0).to(tl.float32)[None, :]
         tl.store(out + row[:, None] * hidden + column[None, :], y, mask=real[:, None] & inside[None, :])
 
 

@@ -74,13 +74,8 @@ def put(cache, rows, slots, width, block: tl.constexpr):
 
 
 @triton.jit
-def gated(both, out, width, kind: tl.constexpr, block: tl.constexpr):
-    """See `Operations.gated`. kind: 0 silu, 1 gelu by tanh, 2 clamped."""
-    line = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * block + tl.arange(0, block)
-    inside = at < width
-    g = tl.load(both + line * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(both + line * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
+def activated(g, u, kind: tl.constexpr):
+    """See `Operations.gated`, float32. kind: 0 silu, 1 gelu by tanh, 2 clamped."""
     if kind == 0:
         y = g / (1.0 + tl.exp(-g)) * u
     elif kind == 1:
@@ -90,4 +85,15 @@ def gated(both, out, width, kind: tl.constexpr, block: tl.constexpr):
         g = tl.minimum(g, 7.0)
         u = tl.minimum(tl.maximum(u, -7.0), 7.0)
         y = g / (1.0 + tl.exp(-1.702 * g)) * (u + 1.0)
+    return y
+
+
+@triton.jit
+def gated(both, out, width, kind: tl.constexpr, block: tl.constexpr):
+    line = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    inside = at < width
+    g = tl.load(both + line * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(both + line * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
+    y = activated(g, u, kind)
     tl.store(out + line * width + at, y.to(out.dtype.element_ty), mask=inside)

@@ -71,9 +71,7 @@ class CudaRecorder:
 def shape_of(batch: Batch, most_keys: int) -> StepShape | None:
     """Of what the batch holds; None: a step that isn't recorded."""
     tokens, rows = int(batch.counts[0]), int(batch.counts[1])
-    if batch.prefill or batch.adapted or batch.hidden is not None or batch.arrived is not None:
-        return None
-    if not 0 < rows <= MOST_ROWS or int(batch.counts[2]) != tokens:
+    if batch.prefill or not 0 < rows <= MOST_ROWS or int(batch.counts[2]) != tokens:
         return None
     starts = batch.seq_start[: rows + 1]
     each = 1 if tokens == rows else int((starts[1:] - starts[:-1]).max())

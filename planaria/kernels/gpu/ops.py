@@ -16,49 +16,37 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from planaria.kernels import reference_experts as mixture
-from planaria.kernels.gpu import experts as grouped
 from planaria.kernels.gpu import fused
 from planaria.kernels.gpu.attention import Need, Way, by_triton, way_for
 from planaria.kernels.gpu.draw import Drawer
+from planaria.kernels.gpu.expert_ops import ExpertKernels
 from planaria.kernels.gpu.graphs import CudaRecorder, StepGraphs, StepRecorder, StepShape, shape_of
-from planaria.kernels.gpu.packed import DevicePacked, pack
+from planaria.kernels.gpu.lora import LoraPointers
+from planaria.kernels.gpu.packed import pack
 from planaria.kernels.gpu.step import DeviceStep, Places, lay_out
-from planaria.kernels.ops import Array, Batch, Quantized, Slots
-from planaria.kernels.reference import SlotExperts, SlotKV, SlotLatents, StepTensors, TorchOps
-from planaria.kernels.reference_linear import Linear, LowRank
+from planaria.kernels.ops import Array, Batch, Quantized
+from planaria.kernels.reference import SlotKV, SlotLatents, StepTensors
+from planaria.kernels.reference_linear import LowRank
 from planaria.mesh.all2all import All2All
 from planaria.mesh.comm import Comm
 from planaria.models.shard import ContextGroup
 
 logger = logging.getLogger("planaria.kernels")
 
-Weights = Linear | DevicePacked
+
+def _logits(out: Any) -> Tensor:
+    """Of what a forward pass gives."""
+    found: Tensor = out[0] if isinstance(out, tuple) else out
+    return found.contiguous()
 
 
-class GroupedExperts(SlotExperts):
-    """table: for the kernels, which know neither biases nor another activation than silu; None: there are such."""
-
-    def __init__(self, experts: Sequence[tuple[Weights, Weights]]) -> None:
-        super().__init__([(_plain(a), _plain(b)) for a, b in experts])
-        biased = any(weight.bias is not None for pair in self.pairs for weight in pair)
-        self.table = None if biased else grouped.Table.of([(a.weight, b.weight) for a, b in self.pairs])
-
-
-def _plain(weight: Weights) -> Linear:
-    """Experts travel between ranks, and meet their rows unpacked."""
-    if isinstance(weight, Linear):
-        return weight
-    return Linear.of(weight.whole, *weight.shape, weight.bias is not None)
-
-
-class GpuOps(TorchOps):
+class GpuOps(ExpertKernels):
     """`Ops` by Triton and torch. device: torch's; "cpu" where Triton's interpreter runs."""
 
     def __init__(self, device: str = "cuda", dtype: str = "float32", tp: Comm | None = None) -> None:
         super().__init__(device, dtype, tp)
         self._owed: tuple[Tensor, Tensor] | None = None  # a residual, and what is still to be added to it
-        self._block_size, self._mixes = 1, False
+        self._block_size = 1
         self.ways: dict[Need, Way] = {}  # of attention, that were asked for
         self.recorder: StepRecorder | None = None  # of steps; None: they are not recorded
         self.drawer: Drawer | None = None  # that draws in a recorded step
@@ -92,19 +80,17 @@ class GpuOps(TorchOps):
         self._block_size = block_size
         return super().mla_layer(num_blocks, block_size, width)
 
-    def group(self, experts: Sequence[tuple[Weights, Weights]]) -> SlotExperts:
-        self._mixes = True  # where a token goes is looked up anew in each step
-        return GroupedExperts(experts)
+    def lora_table(self, parts: Sequence[range], rank: int, slots: int) -> Any:
+        return LoraPointers(parts, rank, slots, self.device)
 
-    def put(self, experts: SlotExperts, slot: int, expert: tuple[Weights, Weights]) -> None:
-        pair = _plain(expert[0]), _plain(expert[1])
-        super().put(experts, slot, pair)
-        if isinstance(experts, GroupedExperts) and experts.table is not None:
-            experts.table.put(slot, (pair[0].weight, pair[1].weight))
+    def put_lora(self, table: Any, slot: int, pairs: Sequence[tuple[Array, Array] | None]) -> None:
+        kept = [pair and (self._keep(pair[0], self.dtype), self._keep(pair[1], self.dtype)) for pair in pairs]
+        table.put(slot, kept)
 
     # A step
 
     def begin(self, batch: Batch, places: Any) -> StepTensors:
+        self.refresh_slots()
         return DeviceStep(batch, places, self._block_size, fused.put)
 
     def places(self, batch: Batch) -> Places:
@@ -127,7 +113,7 @@ class GpuOps(TorchOps):
     ) -> Callable[[], Array]:  # fmt: skip
         run = super().compile(forward, batch, lanes)
         staged = self.tp.size > 1 and self.tp.device == "cpu" and self.device.type != "cpu"
-        if self.recorder is None or lanes is not None or self.spread or self._mixes or staged:
+        if self.recorder is None or lanes is not None or self.spread or staged or batch.step is not batch:
             return run
         return self._played(run, forward, batch)
 
@@ -136,11 +122,12 @@ class GpuOps(TorchOps):
         places, spare = self.places(batch), self.places(batch)
         most = batch.block_table.shape[1] * self._block_size
 
-        def make(shape: StepShape) -> Callable[[], Tensor]:
+        def make(shape: StepShape) -> Callable[[], Any]:
             own = copy.copy(self)
             own._owed = None
             nobody = Batch(1, 1, 1, 1)
             lay_out(nobody, spare, self._block_size, shape.rows, shape.each)
+            spare.hidden = places.hidden
             own._step = DeviceStep.recorded(spare, fused.put, shape[:3])
             own.drawer = self.drawer.spare() if self.drawer is not None else None
             own._record(forward, shape)  # compiles what isn't yet, and stores nothing
@@ -148,36 +135,47 @@ class GpuOps(TorchOps):
             own._step = DeviceStep.recorded(places, fused.put, shape[:3])
             return lambda: own._record(forward, shape)
 
+        def choice(shape: StepShape) -> Callable[[], None]:
+            """By itself, where others are met: they know nothing of what draws."""
+            out, drawer = graphs.ready[shape._replace(draws=False, cuts=False)][1], self.drawer
+            assert drawer is not None
+            return lambda: drawer.draw(_logits(out), cuts=shape.cuts)
+
         assert self.recorder is not None
-        graphs = StepGraphs(self.recorder, make, beside=self.recorder.beside and self.tp.size == 1)
-        self.graphs.append(graphs)
+        beside = self.recorder.beside
+        graphs = StepGraphs(self.recorder, make, beside=beside and self.tp.size == 1)
+        choices = StepGraphs(self.recorder, choice, beside=beside)
+        self.graphs += [graphs, choices]
 
         @torch.inference_mode()
         def step() -> Array:
             shape, drawer = shape_of(batch, most), self.drawer
             if shape is None:
                 return run()
-            draws = drawer is not None and drawer.rows is not None and shape.each == 1 and self.tp.size == 1
-            shape = shape._replace(draws=draws, cuts=draws and drawer is not None and drawer.cuts)
-            found = graphs.find(shape)
+            draws = drawer is not None and drawer.rows is not None and shape.each == 1
+            drawn = shape._replace(draws=draws, cuts=draws and drawer is not None and drawer.cuts)
+            places.take_hidden(batch)
+            found = graphs.find(drawn if self.tp.size == 1 else shape)
             if found is None:
                 return run()
-            lines, tokens = lay_out(batch, places, self._block_size, shape.rows, shape.each), int(batch.counts[0])
+            self.refresh_slots()
+            own = lay_out(batch, places, self._block_size, shape.rows, shape.each)
             play, out = found
             play()
             if draws and drawer is not None:
-                drawer.drawn = True
-            if len(lines) == tokens and shape.each == 1:
-                return out[:tokens]
-            return out[torch.from_numpy(lines).to(self.device)]
+                after = choices.find(drawn) if self.tp.size > 1 else (lambda: None, None)
+                if after is not None:
+                    after[0]()
+                    drawer.drawn = True
+            return tuple(each[own] for each in out) if isinstance(out, tuple) else out[own]
 
         return step
 
-    def _record(self, forward: Callable[[Any], Any], shape: StepShape) -> Tensor:
-        out: Tensor = forward(self)
+    def _record(self, forward: Callable[[Any], Any], shape: StepShape) -> Any:
+        out = forward(self)
         self.settle()
         if shape.draws and self.drawer is not None:
-            self.drawer.draw(out.contiguous(), cuts=shape.cuts)
+            self.drawer.draw(_logits(out), cuts=shape.cuts)
         return out
 
     def settle(self) -> None:
@@ -271,18 +269,6 @@ class GpuOps(TorchOps):
             return super().mla_attend_part(q, kv, num_heads, rank, scale, group)
         q = q.view(-1, num_heads, need.dim)
         return by_triton(q, kv, need, self._device_step, scale, None, group.stripes).flatten(1)
-
-    def experts(
-        self, x: Tensor, routing: mixture.Routing, weights: SlotExperts, slots: Slots,
-        residual: Tensor | None = None, *, reduce: bool = False, kind: str = "silu",
-    ) -> Tensor:  # fmt: skip
-        table, residual = getattr(weights, "table", None), self._paid(residual)
-        if table is None or kind != "silu":
-            return super().experts(x, routing, weights, slots, residual, reduce=reduce, kind=kind)
-        y = grouped.experts(x.contiguous(), routing.slots, routing.weights, table, slots.held)
-        if reduce and self.tp.size > 1:
-            self.tp.all_reduce(self._shared(y))
-        return y if residual is None else residual.add_(y)
 
     def combine(self, y: Tensor, residual: Tensor) -> Tensor:
         return super().combine(y, self._paid(residual))

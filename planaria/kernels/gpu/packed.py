@@ -17,6 +17,7 @@ from torch import Tensor
 from planaria.kernels.blocks import BLOCK, KINDS, LEVELS, BlockKind
 from planaria.kernels.gpu.attention import interprets
 from planaria.kernels.ops import Quantized
+from planaria.kernels.reference_linear import Linear
 
 DTYPES = (torch.float32, torch.bfloat16)  # of activations
 FEW_ROWS = 64  # up to which unpacking on the way is less than unpacking first
@@ -99,6 +100,9 @@ class DevicePacked:
     @property
     def _codes(self) -> tuple[Tensor, ...]:
         return self.low, self.high, self.scales, self.minima, self.levels
+
+
+Weights = Linear | DevicePacked
 
 
 def pack(weight: Quantized, bias: npt.NDArray[Any] | None, dtype: torch.dtype, device: torch.device) -> DevicePacked:

@@ -35,14 +35,15 @@ class QueryTiles:
 
 class Places:
     """For all steps of one function: int32 arrays, one behind the other, and the table of blocks; each in main memory
-    (`host`, `host_tables`; pinned, where there is a GPU) and on the device (`here`, `tables`)."""
+    (`host`, `host_tables`; pinned, where there is a GPU) and on the device (`here`, `tables`). lines: of a recording,
+    its tokens that are the batch's. hidden: what the stage before sent, float32 [tokens, H]; None: nothing."""
 
     def __init__(self, batch: Batch, device: torch.device) -> None:
         tokens, sequences = batch.max_tokens, batch.max_seqs
         sizes = {
             "tokens": tokens, "positions": tokens, "slots": tokens, "loras": tokens, "starts": sequences + 1,
             "lengths": sequences, "sample_index": batch.max_samples, "tile_sequences": tokens + sequences,
-            "tile_firsts": tokens + sequences,
+            "tile_firsts": tokens + sequences, "lines": tokens,
         }  # fmt: skip
         pinned = device.type == "cuda"
         self._host = torch.zeros(sum(sizes.values()), dtype=torch.int32, pin_memory=pinned)
@@ -53,6 +54,20 @@ class Places:
         self.tables = torch.zeros_like(self._tables, device=device)
         self._copied = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
         self.host_tables: Any = self._tables.numpy()
+        self.hidden: Tensor | None = None
+
+    def take_hidden(self, batch: Batch) -> None:
+        """Make room for what the stage before sends, if it sends anything."""
+        came = batch.arrived if batch.arrived is not None else batch.hidden
+        if self.hidden is None and came is not None:
+            self.hidden = torch.zeros(batch.max_tokens, came.shape[1], device=self.tables.device)
+
+    def put_hidden(self, batch: Batch, own: slice | Tensor) -> None:
+        """What it sent, at tokens `own`."""
+        if self.hidden is None or not (tokens := int(batch.counts[0])):
+            return
+        came = batch.arrived if batch.arrived is not None else torch.from_numpy(batch.hidden)[:tokens]
+        self.hidden[own] = came.to(self.hidden)
 
     def copy(self, rows: int, width: int) -> None:
         """Queue the copies. rows, width: of the table. Whoever fills again waits until they are made."""
@@ -83,14 +98,14 @@ def _one_each(places: Places, rows: int, each: int, longest: int) -> QueryTiles:
     return QueryTiles(*own, 1 << (each - 1).bit_length(), longest)
 
 
-def lay_out(batch: Batch, places: Places, block_size: int, rows: int, each: int) -> Any:
+def lay_out(batch: Batch, places: Places, block_size: int, rows: int, each: int) -> slice | Tensor:
     """Put what the batch holds where a recording of so many rows, with so many tokens each, reads it: each sequence's
-    tokens at the beginning of its own. Returns the recording's tokens that are the batch's."""
+    tokens at the beginning of its own. Returns the recording's tokens that are the batch's, on the device."""
     host, sequences = places.fill(), int(batch.counts[1])
     starts, lengths = batch.seq_start[: sequences + 1], batch.seq_len[:sequences]
     used, total = int(starts[-1]), rows * each
+    own: slice | Tensor = slice(used)
     if each == 1 and used == sequences:
-        lines: Any = batch.counting[:used]
         reach = lengths
         for name in ("tokens", "positions", "slots", "loras"):
             host[name][:used] = getattr(batch, name)[:used]
@@ -101,13 +116,15 @@ def lay_out(batch: Batch, places: Places, block_size: int, rows: int, each: int)
         for name in ("tokens", "positions", "slots", "loras"):
             host[name][:total] = 0 if name in ("tokens", "positions") else -1
             host[name][lines] = getattr(batch, name)[:used]
-        reach = lengths - counts + each
+        reach, own = lengths - counts + each, places.here["lines"][:used]
+        host["lines"][:used] = lines
     host["starts"][: rows + 1] = np.arange(0, total + 1, each)
     host["tile_sequences"][:rows], host["tile_firsts"][:rows] = np.arange(rows), host["starts"][:rows]
     host["lengths"][:sequences], host["lengths"][sequences:rows] = reach, 0
     host["sample_index"][:total] = np.arange(total)
     places.copy(sequences, places.take_tables(batch, int(lengths.max(initial=1)), block_size))
-    return lines
+    places.put_hidden(batch, own)
+    return own
 
 
 class DeviceStep(StepTensors):
@@ -143,7 +160,8 @@ class DeviceStep(StepTensors):
         they are laid out."""
         (rows, each, longest), new = shape, cls.__new__(cls)
         new.device, new._put_rows, new.longest, new.most = places.tables.device, put, longest, each
-        new._hidden = new._arrived = new._here = None
+        new._hidden = new._here = None
+        new._arrived = places.hidden[: rows * each] if places.hidden is not None else None
         new.tiles = [_one_each(places, rows, each, longest)]
         new._view(places, rows * each, rows, rows * each)
         return new
@@ -177,6 +195,11 @@ class DeviceStep(StepTensors):
             found.append(QueryTiles(*own, block_q, longest))
             at = end
         return found
+
+    @property
+    def hidden(self) -> Tensor:
+        """One's own, for layers add to it."""
+        return super().hidden.clone()
 
     def store(self, cache: Tensor, rows: Tensor) -> None:
         self._put_rows(cache, rows, self.slots)

@@ -1,0 +1,44 @@
+"""Engines of several ranks on one device, but that the device is the CPU: what they share goes by way of main memory,
+as tensors. The tokens are those of one rank, also after one is killed."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.model.checkpoints import write_checkpoint
+from tests.model.engines import Engine, texts
+from tests.model.staged import StagedRank
+
+OPTIONS: dict[str, Any] = {"kernels": "torch", "threads": 1, "kv_cache_memory": "2MiB"}
+ASKED = texts(100, [(40, 12), (20, 12)])
+QWEN = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+EP = {"enable_expert_parallel": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("staged"), "qwen2_moe", **QWEN)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[int]]:
+    with Engine(str(model), **OPTIONS) as engine:
+        return engine.run(ASKED)
+
+
+@pytest.mark.parametrize(
+    ("layout", "parallel"),
+    [({"tensor_parallel_size": 2, **EP}, {}), (EP, {"lanes": 2})], ids=["tensor ranks", "lanes"],
+)  # fmt: skip
+def test_experts_of_two_ranks(
+    model: Path, expected: list[list[int]], layout: dict[str, Any], parallel: dict[str, Any]
+) -> None:
+    own = f"{StagedRank.__module__}.StagedRank"
+    with Engine(str(model), parallel=parallel, worker_cls=own, **layout, **OPTIONS) as engine:
+        assert len(engine.pids) == 2 and engine.run(ASKED) == expected
+        assert engine.run(ASKED, 4, lambda: engine.kill(1, signal.SIGKILL)) == expected
+        assert len(engine.recoveries) == 1
