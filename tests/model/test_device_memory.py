@@ -162,7 +162,8 @@ def test_who_is_stopped_keeps_nobody_for_ever(owned: OwnedKeepers) -> None:
 OWNER = """
 import sys
 from planaria.hosts.device_keeper import OwnedKeepers
-print(OwnedKeepers("file", [0]).pids[0], flush=True)
+owned = OwnedKeepers("file", [0])
+print(owned.pids[0], flush=True)
 sys.stdin.read()
 """
 
