@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu import Streams
 from planaria.kernels.gpu import attention, graphs
+from planaria.kernels.gpu.draw import Drawer
 from planaria.kernels.gpu.ops import GpuOps
 from planaria.layers.build import build
 from planaria.mesh.comm import Solo
@@ -147,9 +148,15 @@ class Two(Solo):
 
 
 @pytest.mark.parametrize("tp", [Solo(), Two()], ids=["alone", "two ranks"])
-def test_a_step_of_an_engine_waits_once(nothing: None, tp: Solo) -> None:
-    """For its tokens: where they are drawn in a recording, or in one of their own, and where they aren't."""
-    own, ops = model_config(SMALL), GpuOps("cpu", "float32", tp)
+def test_a_step_of_an_engine_waits_once(nothing: None, tp: Solo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For its tokens, drawn once: in a recording, or in one of their own, or in none."""
+    own, ops, draw, drew_with = model_config(SMALL), GpuOps("cpu", "float32", tp), Drawer.draw, list[Any]()
+
+    def noted(drawer: Drawer, *given: Any, **named: Any) -> None:
+        drew_with.append(drawer)
+        draw(drawer, *given, **named)
+
+    monkeypatch.setattr(Drawer, "draw", noted)
     ops.recorder = FakeRecorder()
     ops.drawer_of(5, own.vocab_size)
     model = build(own, RandomSource(), ops, quantization="keep")
@@ -160,7 +167,7 @@ def test_a_step_of_an_engine_waits_once(nothing: None, tp: Solo) -> None:
         with waits:
             drew, _ = streams.step()
         found.append((drew, waits.found))
-    assert found == [(5, ["cpu"])] * 6, found
+    assert found == [(5, ["cpu"])] * 6 and drew_with.count(ops.drawer) == 6, found
     whole, choices = (each.ready for each in ops.graphs)
     assert [shape.draws for shape in whole] == [tp.size == 1] and [shape.draws for shape in choices] == [True] * (
         tp.size - 1

@@ -196,10 +196,5 @@ class DeviceStep(StepTensors):
             at = end
         return found
 
-    @property
-    def hidden(self) -> Tensor:
-        """One's own, for layers add to it."""
-        return super().hidden.clone()
-
     def store(self, cache: Tensor, rows: Tensor) -> None:
         self._put_rows(cache, rows, self.slots)
