@@ -26,7 +26,8 @@ from planaria.mesh.gloo import join_store
 from planaria.mesh.nccl import NcclComm
 rank, port, what = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 torch.cuda.set_device(rank)
-comm = NcclComm(join_store("127.0.0.1", port), "group", rank, (10, 11))
+comm = NcclComm(join_store("127.0.0.1", port), "group", rank, (10, 11), custom=what != "go on by NCCL")
+print("sums" if comm.sums is not None else "no sums", file=sys.stderr)  # the log says why not
 for where in ("cuda", "cpu"):
     x = torch.full((100,), float(rank + 1), device=where)
     comm.all_reduce(x)
@@ -65,7 +66,7 @@ comm.close()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants two CUDA devices for two ranks")
-@pytest.mark.parametrize("what", ["go on", "stop"])
+@pytest.mark.parametrize("what", ["go on", "go on by NCCL", "stop"])
 def test_two_devices(what: str) -> None:
     _store, port = open_store("127.0.0.1")
     ranks = [
@@ -93,14 +94,19 @@ def test_two_devices(what: str) -> None:
             rank.wait()
 
 
-def test_two_ranks_on_one_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+def test_two_ranks_on_one_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, experts: bool) -> None:
     """An engine of two tensor ranks gives the tokens of one rank, also after one is killed."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,0")
-    model = str(write_checkpoint(tmp_path, "llama", num_hidden_layers=4))
+    family, more = ("qwen2_moe", {"shared_expert_intermediate_size": 64, **EXPERTS}) if experts else ("llama", {})
+    model = str(write_checkpoint(tmp_path, family, num_hidden_layers=4, **more))
     asked, options = texts(100, [(70, 20), (40, 20)]), {"device": "cuda", "kernels": "torch"}
     with Engine(model, **options) as engine:
         expected = engine.run(asked)
-    with Engine(model, tensor_parallel_size=2, **options) as engine:
+    with Engine(model, tensor_parallel_size=2, enable_expert_parallel=experts, **options) as engine:
         assert engine.run(asked) == expected
         assert engine.run(asked, 4, lambda: engine.kill(1, signal.SIGKILL)) == expected
         assert engine.loop.core is not None and engine.loop.core.replayed_tokens == 0

@@ -60,6 +60,35 @@ def test_recorded_beside_steps_when_it_is_worth_it() -> None:
     assert made.find(ONE) is None
 
 
+def test_functions_record_one_after_the_other() -> None:
+    """Each of them has a thread."""
+
+    class Slow(Recording):
+        inside = 0
+
+        def record(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+            self.inside += 1
+            assert self.inside == 1
+            self.go.wait(0.1)  # the other one would come in now
+            found = super().record(work)
+            self.inside -= 1
+            return found
+
+        def enter(self) -> None:
+            pass
+
+    recorder = Slow()
+    both = [graphs(recorder, beside=True) for _ in range(2)]
+    for made in both:
+        for _ in range(OFTEN):
+            made.find(ONE)
+    for made in both:
+        assert made._thread is not None
+        made._thread.join(10)
+        assert made.find(ONE) is not None
+        made.close()
+
+
 def test_ranks_that_compute_together_record_in_the_same_step() -> None:
     recorder = Recording()
     recorder.go.set()

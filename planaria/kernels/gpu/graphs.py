@@ -24,6 +24,8 @@ logger = logging.getLogger("planaria.kernels")
 OFTEN = 3  # steps of a shape after which it is worth a recording
 MOST_ROWS = 256
 
+_one_at_a_time = threading.Lock()  # they share a stream and memory
+
 
 class StepShape(NamedTuple):
     """rows: of a recording; each: tokens of a row; keys: of a row at most; draws: are tokens drawn in it, too? cuts:
@@ -125,7 +127,7 @@ class StepGraphs:
     def _record(self, shape: StepShape) -> None:
         try:
             self._recorder.enter()
-            with torch.inference_mode():
+            with torch.inference_mode(), _one_at_a_time:
                 found = self._recorder.record(self._make(shape))
         except Exception as e:
             self._failed = True
