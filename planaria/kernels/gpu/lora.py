@@ -38,7 +38,7 @@ class LoraPointers:
         return torch.cat([a, a.new_zeros(more, a.shape[1])]), torch.cat([b, b.new_zeros(len(b), more)], 1)
 
     def add(self, x: Tensor, y: Tensor, slots: Tensor) -> Tensor:
-        """To y [T, N] float32, of x [T, K], both contiguous. slots int32 [T], -1: no adapter."""
+        """To y [T, N] float32, contiguous, of x [T, K]. slots int32 [T], -1: no adapter."""
         from planaria.kernels.gpu.lora_kernels import expand, shrink
 
         (tokens, width), parts = x.shape, len(self.parts)
@@ -47,7 +47,16 @@ class LoraPointers:
         if tokens:
             tiles = -(-tokens // BLOCK_M)
             shrink[tiles, parts](
-                x, self.addresses, slots, inner, tokens, width, len(self.slots), parts, block_k=BLOCK_K, **sizes
+                x.contiguous(),
+                self.addresses,
+                slots,
+                inner,
+                tokens,
+                width,
+                len(self.slots),
+                parts,
+                block_k=BLOCK_K,
+                **sizes,
             )
             expand[tiles, parts, -(-self._widest // BLOCK_N)](
                 inner, self.addresses, self._bounds, slots, y, tokens, y.shape[1], len(self.slots), parts,
