@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Sequence
 
 from planaria.config.options import CacheConfig, SchedulerConfig
 from planaria.core import holding
@@ -269,12 +270,9 @@ class Lane:
             at = self.at_row[row]
             if at is not None and at.prompt_logprobs is not None:
                 at.prompt_logprobs.extend(part)
-        at_row, logprobs = self.at_row, result.logprobs
-        deltas = [
-            self.token(at, token, logprobs.get(row) if logprobs else None)
-            for row, token in zip(result.rows, result.tokens, strict=True)
-            if (at := at_row[row]) is not None and at.open
-        ]
+        at_row = self.at_row
+        logprobs = [result.logprobs.get(row) for row in result.rows] if result.logprobs else None
+        deltas = self.drew([at_row[row] for row in result.rows], result.tokens, logprobs)
         deltas += pooled(self, result.pooled)
         if result.drafted:
             self.drafts = self.drafts.checked(result.drafted, result.more)
@@ -286,29 +284,39 @@ class Lane:
         self.collect()
         return deltas
 
-    def token(self, entry: SequenceState, token: int, logprobs: list[TokenLogprobs] | None) -> Delta:
-        request = entry.request
-        output, count = request.output, len(request.output)
-        before = len(request.prompt) + count
-        if entry.row is not None:
-            if before // self.block_size > entry.remembered:
-                self.computed_to(entry, before)
-            else:
-                request.computed = self.index.lengths[entry.row] = before
-        delta = Delta(request.id, count, [token], logprobs=logprobs, weights=self.scope.number)
-        if not count:
-            delta.num_cached, delta.queued = entry.num_cached, entry.queued
-            delta.prompt_logprobs = entry.prompt_logprobs
-        output.append(token)
-        if token in entry.stops and (count >= request.params.min_tokens or request.params.grammar):
-            delta.stop_reason = token
-            return self.finish(entry, delta, FinishReason.STOP)
-        if count + 1 >= request.max_tokens:
-            return self.finish(entry, delta, FinishReason.LENGTH)
-        if request.lends:
-            delta.lease = leave_with(self, entry)
-            return self.finish(entry, delta, FinishReason.LENT)
-        return delta
+    def drew(
+        self, entries: Sequence[SequenceState | None], tokens: Sequence[int],
+        logprobs: Sequence[list[TokenLogprobs] | None] | None = None,
+    ) -> list[Delta]:  # fmt: skip
+        """A token each; None: who has left. What is done for each here is what a large step costs most."""
+        size, lengths, number, deltas = self.block_size, self.index.lengths, self.scope.number, list[Delta]()
+        for entry, token, likely in zip(entries, tokens, logprobs or [None] * len(tokens), strict=True):
+            if entry is None or not entry.open:
+                continue
+            request = entry.request
+            output = request.output
+            count = len(output)
+            before = len(request.prompt) + count
+            if (row := entry.row) is not None:
+                if before // size > entry.remembered:
+                    self.computed_to(entry, before)
+                else:
+                    request.computed = lengths[row] = before
+            delta = Delta(request.id, count, [token], logprobs=likely, weights=number)
+            deltas.append(delta)
+            if not count:
+                delta.num_cached, delta.queued = entry.num_cached, entry.queued
+                delta.prompt_logprobs = entry.prompt_logprobs
+            output.append(token)
+            if token in entry.stops and (count >= request.params.min_tokens or request.params.grammar):
+                delta.stop_reason = token
+                self.finish(entry, delta, FinishReason.STOP)
+            elif count + 1 >= request.max_tokens:
+                self.finish(entry, delta, FinishReason.LENGTH)
+            elif request.lends:
+                delta.lease = leave_with(self, entry)
+                self.finish(entry, delta, FinishReason.LENT)
+        return deltas
 
     def computed_to(self, entry: SequenceState, cursor: int) -> None:
         """KV holds the first `cursor` tokens: remember the full blocks among them."""
@@ -375,7 +383,7 @@ def further(lane: Lane, deltas: list[Delta], more: dict[int, list[int]]) -> None
         for token in tokens:
             if delta.finish is not None:
                 break
-            next = lane.token(entry, token, None)
+            (next,) = lane.drew([entry], [token])
             delta.tokens.append(token)
             delta.finish, delta.stop_reason = next.finish, next.stop_reason
         if delta.logprobs is not None:

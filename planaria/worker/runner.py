@@ -226,12 +226,13 @@ class Runner:
                 self.refused[row] = f"the request can't be run: {e}"
                 return False
         if change.blocks:
-            have = int(self.batch.row_blocks[row])
-            self.batch.block_table[row, have : have + len(change.blocks)] = change.blocks
-            self.batch.row_blocks[row] = have + len(change.blocks)
+            have, more = int(self.batch.row_blocks[row]), len(change.blocks)
+            into = have if more == 1 else slice(have, have + more)  # one alone is a third of the time
+            self.batch.block_table[row, into] = change.blocks[0] if more == 1 else change.blocks
+            self.batch.row_blocks[row] = have + more
         if self.turn[row] < 0:
             return True
-        if change.start not in (-1, self.cursor[row]):
+        if change.start != -1 and change.start != self.cursor[row]:
             raise ValueError(f"row {row} is at {self.cursor[row]}, the plan says {change.start}")
         return False
 

@@ -162,7 +162,8 @@ class Sampler:
         self._copies: Any = np.empty((0, vocab_size), np.float32)
         self._drawing: set[int] = set()  # rows that are not greedy
         self._special: set[int] = set()  # rows with more to them than a draw: edits, constraints, log-probabilities
-        self._indexed: tuple[list[int], _Ids] = [], _NO_IDS
+        self._drew: list[int] = []  # rows, in the last step; until one of them is another
+        self._found: tuple[_Ids, list[_Row]] = _NO_IDS, []
         # By row, in the form the kernels read.
         self._scales = np.zeros(max_rows, np.float32)  # log2(e) / temperature, 0 for greedy
         self._top_k = np.zeros(max_rows, np.int64)
@@ -202,6 +203,7 @@ class Sampler:
             raise ValueError(f"row {row} of {self.max_rows}")
         params = fresh.params
         self._rows[row] = state = _Row(fresh, self.vocab_size)
+        self._drew = []
         if params.grammar:
             if self.constraints is None:
                 raise ValueError("this sampler follows no grammars")
@@ -222,11 +224,11 @@ class Sampler:
             self._loading = threading.Thread(target=self._load_behind, name="sampler-kernels", daemon=True)
             self._loading.start()
 
-    def _indices(self, rows: list[int]) -> _Ids:
-        """Mostly those of the step before."""
-        if rows != self._indexed[0]:
-            self._indexed = rows, np.array(rows)
-        return self._indexed[1]
+    def _of(self, rows: list[int]) -> tuple[_Ids, list[_Row]]:
+        """As indices, and their states: mostly those of the step before."""
+        if rows != self._drew:
+            self._drew, self._found = rows, (np.array(rows), [self._rows[row] for row in rows])
+        return self._found
 
     def prepare(self, rows: list[int]) -> None:
         """These are drawn for next, line by line: said before their logits are computed."""
@@ -234,6 +236,7 @@ class Sampler:
     def leave(self, row: int) -> None:
         """Forget `row`; it may be empty."""
         self._rows.pop(row, None)
+        self._drew = []
         self._drawing.discard(row)
         self._special.discard(row)
 
@@ -252,7 +255,7 @@ class Sampler:
         logits = self._checked(logits, len(rows))
         if not rows:
             return [], {}, {}
-        states = [self._rows[row] for row in rows]
+        at, states = self._of(rows)
         special = [i for i, row in enumerate(rows) if row in self._special] if self._special else []
         wanted = [i for i in special if states[i].params.logprobs is not None]
         edited = [i for i in special if states[i].edits]
@@ -272,7 +275,7 @@ class Sampler:
             for i, count, entry in zip(wanted, counts, entries, strict=True):
                 if i not in failed:
                     logprobs[rows[i]] = TokenLogprobs(entry.token, entry.logprob, entry.rank, entry.top[:count])
-        self._positions[self._indices(rows)] += 1
+        self._positions[at] += 1
         for state, token in zip(states, tokens, strict=True):
             state.history.append(token)
         for i in edited:

@@ -43,12 +43,12 @@ class TorchSampler(Sampler):
         if self.drawer is None:
             return
         self.drawer.rows = None
-        if rows and self._changed.isdisjoint(rows):
+        if rows and (not self._changed or self._changed.isdisjoint(rows)):
             self._stage(self.drawer, rows)
 
     def _stage(self, drawer: Drawer, rows: list[int]) -> None:
         settings = self._scales, self._limits, self._top_k, self._top_p, self._seeds, self._positions
-        drawer.stage(rows, self._indices(rows), settings, again=not self._entered)
+        drawer.stage(rows, self._of(rows)[0], settings, again=not self._entered)
         self._entered = False
 
     @torch.inference_mode()

@@ -55,6 +55,7 @@ class Places:
         self._copied = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
         self.host_tables: Any = self._tables.numpy()
         self.hidden: Tensor | None = None
+        self.laid = 0, 0  # rows of the recording that was laid out last, tokens of each
 
     def take_hidden(self, batch: Batch) -> None:
         """Make room for what the stage before sends, if it sends anything."""
@@ -118,10 +119,12 @@ def lay_out(batch: Batch, places: Places, block_size: int, rows: int, each: int)
             host[name][lines] = getattr(batch, name)[:used]
         reach, own = lengths - counts + each, places.here["lines"][:used]
         host["lines"][:used] = lines
-    host["starts"][: rows + 1] = np.arange(0, total + 1, each)
-    host["tile_sequences"][:rows], host["tile_firsts"][:rows] = np.arange(rows), host["starts"][:rows]
     host["lengths"][:sequences], host["lengths"][sequences:rows] = reach, 0
-    host["sample_index"][:total] = np.arange(total)
+    if places.laid != (rows, each):
+        places.laid = rows, each
+        host["starts"][: rows + 1] = np.arange(0, total + 1, each)
+        host["tile_sequences"][:rows], host["tile_firsts"][:rows] = np.arange(rows), host["starts"][:rows]
+        host["sample_index"][:total] = np.arange(total)
     places.copy(sequences, places.take_tables(batch, int(lengths.max(initial=1)), block_size))
     places.put_hidden(batch, own)
     return own
