@@ -272,7 +272,7 @@ class Lane:
                 at.prompt_logprobs.extend(part)
         at_row = self.at_row
         logprobs = [result.logprobs.get(row) for row in result.rows] if result.logprobs else None
-        deltas = self.drew([at_row[row] for row in result.rows], result.tokens, logprobs)
+        deltas = drew(self, [at_row[row] for row in result.rows], result.tokens, logprobs)
         deltas += pooled(self, result.pooled)
         if result.drafted:
             self.drafts = self.drafts.checked(result.drafted, result.more)
@@ -282,40 +282,6 @@ class Lane:
             holding.again(self, row)
         deltas += failed(self, result.errors)
         self.collect()
-        return deltas
-
-    def drew(
-        self, entries: Sequence[SequenceState | None], tokens: Sequence[int],
-        logprobs: Sequence[list[TokenLogprobs] | None] | None = None,
-    ) -> list[Delta]:  # fmt: skip
-        """A token each; None: who has left. What is done for each here is what a large step costs most."""
-        size, lengths, number, deltas = self.block_size, self.index.lengths, self.scope.number, list[Delta]()
-        for entry, token, likely in zip(entries, tokens, logprobs or [None] * len(tokens), strict=True):
-            if entry is None or not entry.open:
-                continue
-            request = entry.request
-            output = request.output
-            count = len(output)
-            before = len(request.prompt) + count
-            if (row := entry.row) is not None:
-                if before // size > entry.remembered:
-                    self.computed_to(entry, before)
-                else:
-                    request.computed = lengths[row] = before
-            delta = Delta(request.id, count, [token], logprobs=likely, weights=number)
-            deltas.append(delta)
-            if not count:
-                delta.num_cached, delta.queued = entry.num_cached, entry.queued
-                delta.prompt_logprobs = entry.prompt_logprobs
-            output.append(token)
-            if token in entry.stops and (count >= request.params.min_tokens or request.params.grammar):
-                delta.stop_reason = token
-                self.finish(entry, delta, FinishReason.STOP)
-            elif count + 1 >= request.max_tokens:
-                self.finish(entry, delta, FinishReason.LENGTH)
-            elif request.lends:
-                delta.lease = leave_with(self, entry)
-                self.finish(entry, delta, FinishReason.LENT)
         return deltas
 
     def computed_to(self, entry: SequenceState, cursor: int) -> None:
@@ -346,6 +312,41 @@ class Lane:
         self.entries.pop(entry.request.id, None)
         self._quit(entry)
         return delta
+
+
+def drew(
+    lane: Lane, entries: Sequence[SequenceState | None], tokens: Sequence[int],
+    logprobs: Sequence[list[TokenLogprobs] | None] | None = None,
+) -> list[Delta]:  # fmt: skip
+    """A token each; None: who has left. What is done for each here is what a large step costs most."""
+    size, lengths, number, deltas = lane.block_size, lane.index.lengths, lane.scope.number, list[Delta]()
+    for entry, token, likely in zip(entries, tokens, logprobs or [None] * len(tokens), strict=True):
+        if entry is None or not entry.open:
+            continue
+        request = entry.request
+        output = request.output
+        count = len(output)
+        before = len(request.prompt) + count
+        if (row := entry.row) is not None:
+            if before // size > entry.remembered:
+                lane.computed_to(entry, before)
+            else:
+                request.computed = lengths[row] = before
+        delta = Delta(request.id, count, [token], logprobs=likely, weights=number)
+        deltas.append(delta)
+        if not count:
+            delta.num_cached, delta.queued = entry.num_cached, entry.queued
+            delta.prompt_logprobs = entry.prompt_logprobs
+        output.append(token)
+        if token in entry.stops and (count >= request.params.min_tokens or request.params.grammar):
+            delta.stop_reason = token
+            lane.finish(entry, delta, FinishReason.STOP)
+        elif count + 1 >= request.max_tokens:
+            lane.finish(entry, delta, FinishReason.LENGTH)
+        elif request.lends:
+            delta.lease = leave_with(lane, entry)
+            lane.finish(entry, delta, FinishReason.LENT)
+    return deltas
 
 
 def failed(lane: Lane, errors: dict[int, str]) -> list[Delta]:
@@ -383,7 +384,7 @@ def further(lane: Lane, deltas: list[Delta], more: dict[int, list[int]]) -> None
         for token in tokens:
             if delta.finish is not None:
                 break
-            (next,) = lane.drew([entry], [token])
+            (next,) = drew(lane, [entry], [token])
             delta.tokens.append(token)
             delta.finish, delta.stop_reason = next.finish, next.stop_reason
         if delta.logprobs is not None:

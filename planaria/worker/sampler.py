@@ -163,7 +163,7 @@ class Sampler:
         self._drawing: set[int] = set()  # rows that are not greedy
         self._special: set[int] = set()  # rows with more to them than a draw: edits, constraints, log-probabilities
         self._drew: list[int] = []  # rows, in the last step; until one of them is another
-        self._found: tuple[_Ids, list[_Row]] = _NO_IDS, []
+        self._found: tuple[_Ids, list[_Row], list[list[int]]] = _NO_IDS, [], []
         # By row, in the form the kernels read.
         self._scales = np.zeros(max_rows, np.float32)  # log2(e) / temperature, 0 for greedy
         self._top_k = np.zeros(max_rows, np.int64)
@@ -224,10 +224,11 @@ class Sampler:
             self._loading = threading.Thread(target=self._load_behind, name="sampler-kernels", daemon=True)
             self._loading.start()
 
-    def _of(self, rows: list[int]) -> tuple[_Ids, list[_Row]]:
-        """As indices, and their states: mostly those of the step before."""
+    def _of(self, rows: list[int]) -> tuple[_Ids, list[_Row], list[list[int]]]:
+        """As indices, and their states and histories: mostly those of the step before."""
         if rows != self._drew:
-            self._drew, self._found = rows, (np.array(rows), [self._rows[row] for row in rows])
+            states = [self._rows[row] for row in rows]
+            self._drew, self._found = rows, (np.array(rows), states, [state.history for state in states])
         return self._found
 
     def prepare(self, rows: list[int]) -> None:
@@ -255,7 +256,7 @@ class Sampler:
         logits = self._checked(logits, len(rows))
         if not rows:
             return [], {}, {}
-        at, states = self._of(rows)
+        at, states, histories = self._of(rows)
         special = [i for i, row in enumerate(rows) if row in self._special] if self._special else []
         wanted = [i for i in special if states[i].params.logprobs is not None]
         edited = [i for i in special if states[i].edits]
@@ -276,8 +277,8 @@ class Sampler:
                 if i not in failed:
                     logprobs[rows[i]] = TokenLogprobs(entry.token, entry.logprob, entry.rank, entry.top[:count])
         self._positions[at] += 1
-        for state, token in zip(states, tokens, strict=True):
-            state.history.append(token)
+        for _ in map(list.append, histories, tokens):
+            pass
         for i in edited:
             if (seen := states[i].seen) is not None:
                 seen.add(tokens[i])
