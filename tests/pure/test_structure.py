@@ -64,3 +64,17 @@ def test_no_two_packages_import_each_other() -> None:
     edges = set(imports())
     assert len(edges) > 100
     assert not {edge for edge in edges if edge[::-1] in edges and edge[0] < edge[1]}
+
+
+def test_what_the_architecture_calls_pure_the_import_contract_holds() -> None:
+    """A package as a whole, or each module by name."""
+    held = set(re.findall(r"^    planaria\.([\w.]+)$", (ROOT.parent / ".importlinter").read_text(), re.MULTILINE))
+    tree = (ROOT.parent / "docs" / "ARCHITECTURE.md").read_text().partition("## 2. Layout")[2].partition("## 3")[0]
+    package, found = "", set[str]()
+    for line in tree.splitlines():
+        package = begun[1] if (begun := re.match(r"  (\w+)/", line)) else package
+        if pure := re.search(r" PURE +(.*)", line):
+            listed = re.sub(r"\([^)]*\)", "", pure[1])
+            found |= {f"{package}.{name.strip('/ ').removesuffix('.py')}" for name in re.split(r"[,·]", listed)}
+    assert {"hosts.pool", "executor.health", "server.kept", "core.router"} <= found
+    assert not {module for module in found if module not in held and module.partition(".")[0] not in held}
