@@ -260,7 +260,7 @@ class FunctionTool(BaseModel):
     function: Declaration
 
 
-Declared = Annotated[
+DeclaredTools = Annotated[
     Any,
     WithJsonSchema({
         "anyOf": [
@@ -316,7 +316,7 @@ class ChatCompletionRequest(GenerationRequest):
         None, description="In place of the model's; needs a server with --trust-request-chat-template."
     )
     chat_template_kwargs: JsonObject | None = Field(None, description="Further variables of the chat template.")
-    tools: Declared = Field(None, description="Functions that the model may call.")
+    tools: DeclaredTools = Field(None, description="Functions that the model may call.")
     tool_choice: Chosen = Field(None, description="none, auto, required, or one function; auto if there are tools.")
     parallel_tool_calls: bool | None = Field(None, description="false: the first call alone is told.")
     include_reasoning: bool | None = Field(None, description="false: reasoning that is told apart is left out.")

@@ -201,8 +201,8 @@ def _within(nodes: list[Node], layout: Layout, strategy: str, local: int | None)
     for node, here in shares:
         free_ids = iter([device.id for device in node.devices])
         for local_rank in range(here):
-            free = enumerate(zip(coords, free_ids, strict=False))
-            engines.append(Placement(replica, [RankSlot(rank, at, node.id, id) for rank, (at, id) in free]))
+            taken = enumerate(zip(coords, free_ids, strict=False))
+            engines.append(Placement(replica, [RankSlot(rank, at, node.id, id) for rank, (at, id) in taken]))
             local_ranks.append(local_rank)
     return Packing(layout, tuple(engines), tuple(local_ranks), strategy, share, tuple(skipped))
 

@@ -14,6 +14,7 @@ LARGEST_CLASS = 300  # lines
 
 # Read as text: parsing all of the package takes a second and a half.
 CLASS = re.compile(r"^ *class (\w+)(?:\[.*\])?[(:]", re.MULTILINE)
+ALIAS = re.compile(r"^([A-Z]\w*[a-z]\w*) = (?!Any$)", re.MULTILINE)  # of a type
 WHOLE_CLASS = re.compile(r"^class .*\n(?:(?:[ )#].*)?\n)*", re.MULTILINE)  # to the next line at the margin
 IMPORT = re.compile(r"^ *(?:from|import) planaria\b(?:\.(\w+)|(?: import (\([^)]*\)|.*))?)", re.MULTILINE)
 
@@ -52,6 +53,9 @@ def test_no_class_has_anothers_name() -> None:
             places[name].append(str(path))
     assert len(places) > 500
     assert not {name: where for name, where in places.items() if len(where) > 1}
+    aliases = [(name, str(path)) for path, text in package().items() for name in ALIAS.findall(text)]
+    assert len(aliases) > 50
+    assert not [alias for alias in aliases if alias[0] in places], "a type that is called as a class is"
 
 
 def test_no_class_is_larger_than_a_few_pages() -> None:
