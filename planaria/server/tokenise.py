@@ -7,6 +7,7 @@ none. What a token is as bytes comes from one table, so that whole and increment
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -81,6 +82,11 @@ class Tokenizer:
             if self.pieces is not None:
                 shown.pieces = (self.pieces[False], Pieces(shown, True))
         return self._showing[marks]
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """In characters. It takes as long as there are tokens."""
+        return max(map(len, self.backend.get_vocab()), default=1)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; with `add_special_tokens`, what the model's post-processor adds (often a BOS)."""
