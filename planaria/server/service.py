@@ -57,7 +57,7 @@ class Service(Admission):
             from planaria.server.traces import Traces
 
             self.traces = Traces(config.otlp_traces_endpoint, config.otlp_traces_sampling_ratio)
-        self.metrics = Metrics(client.engines, lambda: self.model_names[0], self.faults)
+        self.metrics = Metrics(client.engines, lambda: self.model_names[0], self.faults, lambda: client.stats)
         self.responses = ResponseStore(self, len(config.api_keys), lasts=not config.journal_ends)
         self.metrics.registry.register(ResponseMetrics(self.responses, lambda: self.model_names[0]))
         self.created = int(time.time())
