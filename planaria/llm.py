@@ -82,7 +82,7 @@ from planaria.wire import (
 
 logger = logging.getLogger("planaria")
 
-Message = dict[str, Any]
+ChatMessage = dict[str, Any]
 Folder = str | os.PathLike[str]
 Changed = Slept | WeightsUpdated
 OnProgress = Callable[[StartUpNews], None]
@@ -339,7 +339,7 @@ class _Front:
             for family in of_engines([engine], name) for sample in family.samples
         ]  # fmt: skip
 
-    def chat_prompt(self, messages: list[Message], **template: Any) -> str:
+    def chat_prompt(self, messages: list[ChatMessage], **template: Any) -> str:
         """The model's chat template over messages of {"role", "content"}, ready for an answer. template: arguments of
         `Tokenizer.apply_chat_template`. Raises RequestError for messages that are none."""
         if self.tokenizer is None:
@@ -539,7 +539,7 @@ class LLM(_Front):
 
     def chat(
         self,
-        messages: list[Message] | list[list[Message]],
+        messages: list[ChatMessage] | list[list[ChatMessage]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,

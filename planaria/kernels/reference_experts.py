@@ -18,7 +18,7 @@ from planaria.models.config import MoEConfig
 
 
 @dataclass
-class Routing:
+class RoutedRows:
     """slots int64 [T, k] over all ranks, weights float32 [T, k]; a token's best expert first."""
 
     slots: Tensor
@@ -34,7 +34,7 @@ class Product(Protocol):
 
 def route(
     logits: Tensor, rule: MoEConfig, table: Tensor, correction: Tensor | None, positions: Tensor
-) -> tuple[Routing, Tensor]:
+) -> tuple[RoutedRows, Tensor]:
     """See `Ops.route`, and which experts those are, int64 [T, k]. table int64: of `Slots`. positions [T]: they choose
     among an expert's slots."""
     scores = logits.softmax(-1) if rule.scoring == "softmax" else logits.sigmoid()
@@ -50,7 +50,7 @@ def route(
     if rule.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     number = positions[:, None] % table[chosen, 0]
-    return Routing(table[chosen, 1 + number], weights * rule.scaling), chosen
+    return RoutedRows(table[chosen, 1 + number], weights * rule.scaling), chosen
 
 
 def first(values: Tensor, count: int) -> Tensor:
@@ -60,7 +60,7 @@ def first(values: Tensor, count: int) -> Tensor:
 
 
 def experts(
-    x: Tensor, routing: Routing, weights: Sequence[tuple[Product, Product]], held: range,
+    x: Tensor, routing: RoutedRows, weights: Sequence[tuple[Product, Product]], held: range,
     gated: Callable[[Tensor], Tensor],
 ) -> Tensor:  # fmt: skip
     """See `Ops.experts`: float32 [T, H]."""

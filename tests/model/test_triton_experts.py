@@ -26,7 +26,7 @@ CASES = [
 ]
 PROGRAM = """
 import json, sys, numpy, torch
-from planaria.kernels.reference_experts import Routing, experts as plain
+from planaria.kernels.reference_experts import RoutedRows, experts as plain
 from planaria.kernels.reference import TorchOps
 from planaria.kernels.reference_linear import Linear
 from planaria.kernels.gpu.experts import BLOCK_M, Table, experts, tiles_of
@@ -54,7 +54,7 @@ for case in json.loads(sys.argv[1]):
     chosen = torch.stack([torch.randperm(case["experts"])[: case["k"]] for _ in range(tokens)])
     parts = torch.rand(tokens, case["k"])
     found = experts(x, chosen, parts, Table.of(pairs), held, kind)
-    wanted = plain(x, Routing(chosen, parts), pairs, held, lambda both: gated.gated(both, kind))
+    wanted = plain(x, RoutedRows(chosen, parts), pairs, held, lambda both: gated.gated(both, kind))
     gap = float((found - wanted).abs().max())
     assert gap < (1e-5 if dtype is torch.float32 else 3e-3), (case, gap)
     assert wanted.abs().max() > 0.5

@@ -80,7 +80,7 @@ class ExpertKernels(TorchOps):
 
     def route(
         self, logits: Tensor, rule: MoEConfig, slots: Slots, correction: Tensor | None = None
-    ) -> mixture.Routing:  # fmt: skip
+    ) -> mixture.RoutedRows:  # fmt: skip
         """Counted are tokens whose keys are stored here: rows of nobody have none."""
         placed = self._slots.get(slots)
         if placed is None:
@@ -92,7 +92,7 @@ class ExpertKernels(TorchOps):
         return routing
 
     def experts(
-        self, x: Tensor, routing: mixture.Routing, weights: SlotExperts, slots: Slots,
+        self, x: Tensor, routing: mixture.RoutedRows, weights: SlotExperts, slots: Slots,
         residual: Tensor | None = None, *, reduce: bool = False, kind: str = "silu",
     ) -> Tensor:  # fmt: skip
         residual = self._paid(residual)

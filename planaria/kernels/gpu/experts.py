@@ -19,7 +19,7 @@ BLOCK_M, BLOCK_N, BLOCK_K = 32, 64, 32
 BLOCK_H = 256  # columns of a token's sum at a time
 
 
-Pair = tuple[Linear, Linear]
+LinearPair = tuple[Linear, Linear]
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class Table:
     """Weights of a rank's slots, and their addresses on the device: int64 [4, slots], gate over up, down, and the
     biases of the two. biased: have they such?"""
 
-    weights: list[Pair]
+    weights: list[LinearPair]
     addresses: Tensor
     biased: tuple[bool, bool]
 
     @classmethod
-    def of(cls, weights: list[Pair]) -> Table:
+    def of(cls, weights: list[LinearPair]) -> Table:
         """weights: (gate over up [2 I, H], down [H, I]) of each slot, contiguous, all of one form."""
         found = torch.tensor([_addresses(pair) for pair in weights], dtype=torch.int64).view(-1, 4).T.contiguous()
         if not weights:
@@ -40,13 +40,13 @@ class Table:
         first, second = weights[0]
         return cls(weights, found.to(first.weight.device), (first.bias is not None, second.bias is not None))
 
-    def put(self, slot: int, pair: Pair) -> None:
+    def put(self, slot: int, pair: LinearPair) -> None:
         """Another expert in a slot, from the next step on."""
         self.weights[slot] = pair
         self.addresses[:, slot] = torch.tensor(_addresses(pair), dtype=torch.int64)
 
 
-def _addresses(pair: Pair) -> list[int]:
+def _addresses(pair: LinearPair) -> list[int]:
     biases = (half.bias for half in pair)
     return [*(half.weight.data_ptr() for half in pair), *(0 if bias is None else bias.data_ptr() for bias in biases)]
 

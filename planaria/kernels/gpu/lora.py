@@ -11,7 +11,7 @@ from torch import Tensor
 from planaria.kernels.gpu.attention import interprets
 from planaria.kernels.gpu.fused import power
 
-Pair = tuple[Tensor, Tensor]
+TensorPair = tuple[Tensor, Tensor]
 BLOCK_M, BLOCK_N, BLOCK_K = 16, 64, 64
 
 
@@ -21,19 +21,19 @@ class LoraPointers:
 
     def __init__(self, parts: Sequence[range], rank: int, slots: int, device: torch.device) -> None:
         self.parts, self.rank = parts, max(16, power(rank))
-        self.slots: list[list[Pair | None]] = [[None] * len(parts) for _ in range(slots)]
+        self.slots: list[list[TensorPair | None]] = [[None] * len(parts) for _ in range(slots)]
         self.addresses = torch.zeros(slots, len(parts), 2, dtype=torch.int64, device=device)
         bounds = [(part.start, part.stop) for part in parts]
         self._bounds = torch.tensor(bounds, dtype=torch.int32, device=device)
         self._widest = max(map(len, parts))
 
-    def put(self, slot: int, pairs: Sequence[Pair | None]) -> None:
+    def put(self, slot: int, pairs: Sequence[TensorPair | None]) -> None:
         """Between two steps. Each A [r, K] and B [N, r], r up to the table's rank."""
         self.slots[slot] = [pair and self._filled(*pair) for pair in pairs]
         found = [[0, 0] if pair is None else [half.data_ptr() for half in pair] for pair in self.slots[slot]]
         self.addresses[slot] = torch.tensor(found, dtype=torch.int64)
 
-    def _filled(self, a: Tensor, b: Tensor) -> Pair:
+    def _filled(self, a: Tensor, b: Tensor) -> TensorPair:
         more = self.rank - len(a)
         return torch.cat([a, a.new_zeros(more, a.shape[1])]), torch.cat([b, b.new_zeros(len(b), more)], 1)
 
