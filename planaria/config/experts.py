@@ -110,8 +110,7 @@ def resolve_experts(
             config = msgspec.structs.replace(config, expert_placement_strategy="linear")
             notes.append((logging.WARNING, f"{_PLACEMENT} linear is used: {why}"))
     if shapes is not None and config.data_parallel_size > 1:  # engines; lanes are no longer counted there
-        line = f"{config.data_parallel_size} engines have all experts each; {_EP} deals them to the ranks of all"
-        notes.append((logging.WARNING, line))
+        notes.append((logging.INFO, f"each of {config.data_parallel_size} engines of two kinds has all experts"))
     if config.slices_experts:
         ranks = config.layout.expert_ranks
         line = f"each of {ranks} ranks has a slice of every expert; {_EP} deals them whole"

@@ -44,14 +44,6 @@ def resolved(
     return config, [line for level, line in notes if level == logging.WARNING]
 
 
-def test_engines_that_share_no_experts_are_told_of() -> None:
-    """Those behind an outside balancer, and those of two kinds."""
-    assert resolved(**DP2)[1] == [
-        "2 engines have all experts each; --enable-expert-parallel deals them to the ranks of all"
-    ]
-    assert resolved(**DP2, **EP)[1] == resolved(None, **DP2)[1] == resolved(**DP2, slices=True)[1] == []
-
-
 @pytest.mark.row("P6")
 def test_data_parallel_ranks_have_slices_of_experts() -> None:
     config, _ = resolved(slices=True, **DP2, **TP2, pipeline_parallel_size=2)
@@ -69,8 +61,8 @@ def test_data_parallel_ranks_have_slices_of_experts() -> None:
 
 def test_when_there_would_be_slices() -> None:
     for given, wanted in (
-        (DP2, True), ({}, False), ({**DP2, **EP}, False), ({**DP2, "data_parallel_rank": 1}, False),
-        ({**DP2, "data_parallel_hybrid_lb": True}, False), ({**DP2, "prefill_engines": 1, "decode_engines": 1}, False),
+        (DP2, True), ({}, False), ({**DP2, **EP}, False), ({**DP2, "data_parallel_rank": 1}, True),
+        ({**DP2, "data_parallel_hybrid_lb": True}, True), ({**DP2, "prefill_engines": 1, "decode_engines": 1}, False),
         ({**DP2, "headless": True, "data_parallel_start_rank": 1, "data_parallel_size_local": 1}, True),
     ):  # fmt: skip
         assert may_slice(EngineOptions(model="m", **given)) == wanted, given
@@ -262,8 +254,8 @@ def test_data_parallel_ranks_that_share_experts_are_lanes_of_one_engine() -> Non
 
 
 ONE_ENGINE: list[tuple[dict[str, Any], str]] = [
-    ({"data_parallel_rank": 0}, "--data-parallel-external-lb True: pods of one engine .* add --data-parallel-address"),
-    ({"data_parallel_start_rank": 0, "data_parallel_size_local": 1}, "--data-parallel-hybrid-lb True: pods of one"),
+    ({"data_parallel_rank": 0}, "-external-lb True: pods share the model's experts, .* add --data-parallel-address, or"),
+    ({"data_parallel_start_rank": 0, "data_parallel_size_local": 1}, "--data-parallel-hybrid-lb True: pods share"),
     ({"distributed_executor_backend": "uni"}, "use mp or ray"),
     ({"nnodes": 3}, r"world size 2 \(-tp 1 x -pp 1 x -dp 2\) can't be split evenly over the nodes; choose -tp, -pp"),
     ({"nnodes": 2, "data_parallel_size_local": 2}, "-local 2: .* dealt evenly to 2 nodes; leave it out, or give 1"),
@@ -274,8 +266,9 @@ ONE_ENGINE: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("given", "named"), ONE_ENGINE, ids=[named for _, named in ONE_ENGINE])
 def test_what_is_about_several_engines_is_refused_for_one(given: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        resolved(**EP, **DP2, **given)
+    for how in (EP, {"slices": True}):
+        with pytest.raises(ConfigError, match=named):
+            resolved(**how, **DP2, **given)
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ REFUSED: list[tuple[str, Machine, str, dict[str, Any], str, str]] = [
     ("external, several", LAPTOP, "cpu", {**DP4, "data_parallel_rank": 1, "data_parallel_size_local": 2},
      "size-local 2", "leave it out"),
     ("pods, where", LAPTOP, "cpu", {**DP4, "enable_expert_parallel": True, "data_parallel_rank": 1},
-     "--data-parallel-external-lb True: pods of one engine", "add --data-parallel-address"),
+     "--data-parallel-external-lb True: pods share the model's", "add --data-parallel-address"),
     ("pods, between", LAPTOP, "cpu", {**DP4, **PODS, "data_parallel_start_rank": 1, "data_parallel_size_local": 2},
      "-start-rank 1", "multiple of 2"),
     ("pods, uneven", LAPTOP, "cpu", {**DP4, **PODS, "data_parallel_start_rank": 0, "data_parallel_size_local": 3},
