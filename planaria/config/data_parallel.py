@@ -70,7 +70,7 @@ def on_nodes(options: EngineOptions, lanes: bool) -> EngineOptions:
     in vLLM's words: --data-parallel-address and --data-parallel-rpc-port for where nodes meet, fewer local engines
     than there are, and on nodes without a server --headless with --data-parallel-start-rank. lanes: see
     `data_parallel_fields`. Raises ConfigError."""
-    _numbers(options, lanes)
+    _numbers(options)
     if lanes and behind_balancer(options):
         return _pods(options)
     _meeting_place(options)
@@ -195,17 +195,13 @@ def _lanes_of_a_node(size: int, local: int | None, nnodes: int) -> None:
         raise ConfigError(_LOCAL, local, rule, fix)
 
 
-def _numbers(options: EngineOptions, lanes: bool) -> None:
+def _numbers(options: EngineOptions) -> None:
     size, local = options.data_parallel_size, options.data_parallel_size_local
     if local is not None and not 0 <= local <= size:
         raise ConfigError(_LOCAL, local, f"must be 0 to {_SIZE} ({size})", "give the engines of one node")
     for option, rank in ((_RANK, options.data_parallel_rank), (_START, options.data_parallel_start_rank)):
         if rank is not None and not 0 <= rank < size:
             raise ConfigError(option, rank, f"must be 0 to {size - 1} with {_SIZE} {size}", "count engines from 0")
-    if size > 1 and options.distributed_executor_backend == "external_launcher" and not lanes:
-        raise ConfigError(
-            _SIZE, size, "the outer launcher starts ranks of one engine", "start it once for each share of the prompts"
-        )
 
 
 def _balancing(options: EngineOptions, external: bool, hybrid: bool) -> None:

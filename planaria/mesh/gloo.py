@@ -121,6 +121,11 @@ class GlooComm:
             what = f"did not come within {self.deadline:g} s" if late else "is gone: its connection closed"
             raise CollectiveAborted(tuple(names) if len(names) == 1 else (), f"{who} {what}") from e
 
+    @property
+    def process_group(self) -> Any:
+        """torch.distributed's, of these ranks, that carries what is on `device`."""
+        return self._group
+
     def _carrier(self, x: torch.Tensor) -> Any:
         """The process group that takes x."""
         return self._group

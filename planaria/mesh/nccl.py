@@ -51,6 +51,10 @@ class NcclComm(GlooComm):
         group.eager_connect_single_device(torch.device(self.device, torch.cuda.current_device()))
         return group
 
+    @property
+    def process_group(self) -> Any:
+        return self._on_devices
+
     def _carrier(self, x: torch.Tensor) -> Any:
         return self._on_devices if x.device.type == torch.device(self.device).type else self._group
 

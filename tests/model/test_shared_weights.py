@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -195,3 +196,23 @@ def test_slices_of_experts_are_a_rank_s_own(
         sizes.append(sum(ops.memory(weight).nbytes for pair in pairs for weight in pair))
         ops.close()
     assert sizes == [2 * 8 * 3 * 64 * 64 * 4 // 2] * 2
+
+
+@pytest.mark.row("P10")
+def test_ranks_of_any_engine_read_in_turn(config_for: Any, memory: WeightsMemory) -> None:
+    """Engines and spares of a node have this memory alone in common."""
+    config, waits, made = config_for("qwen2"), threading.Event(), list[Any]()
+    parallel = msgspec.structs.replace(config.parallel, max_parallel_loading_workers=1)
+    rank = rank_of(msgspec.structs.replace(config, parallel=parallel), memory)
+    ops = CpuOps("float32", 1)
+
+    def load() -> None:
+        made.append(read_part(rank.config, ops, ALL, None, lambda part, fraction: waits.set(), rank))
+
+    thread = threading.Thread(target=load)
+    with WeightsMemory.of(memory.origin).turn(1, pytest.fail):
+        thread.start()
+        assert waits.wait(60) and not made
+    thread.join(60)
+    assert made and shared(made[0])
+    ops.close()
