@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, all_gather_object
 
 
 class World:
@@ -78,8 +78,9 @@ class Buffer:
     def __init__(
         self, group: ProcessGroup, near: int, far: int, low_latency_mode: bool = False, num_qps_per_rank: int = 24
     ) -> None:
-        assert isinstance(group, ProcessGroup) and group.size() == self.world.size
-        self.rank = group.rank()
+        self.rank, every = group.rank(), [None] * group.size()
+        all_gather_object(every, self.rank, group)
+        assert every == list(range(self.world.size))
         self.low = low_latency_mode
         assert far == 64 if low_latency_mode else (near, far) == (4096, 2048)
 

@@ -23,7 +23,7 @@ def tokens(lane: int, step: int, count: int) -> list[torch.Tensor]:
     """Small whole numbers and powers of two: sums are exact in bfloat16."""
     generator = torch.Generator().manual_seed(10 * step + lane)
     hidden = torch.randint(-2, 3, (count, HIDDEN), generator=generator).bfloat16()
-    slots = torch.rand(count, SLOTS, generator=generator).argsort(1)[:, :CHOICES].int()
+    slots = torch.rand(count, SLOTS, generator=generator).argsort(1)[:, :CHOICES].contiguous()
     return [hidden, slots, torch.randint(1, 3, (count, CHOICES), generator=generator) / 2]
 
 

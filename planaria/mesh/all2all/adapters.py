@@ -211,7 +211,7 @@ class FlashInfer(Library):
     def dispatch(self, parts: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
         hidden, slots, weights = (part[self.part(len(part))] for part in parts)
         shapes, size, rank = self.shapes, self.group.size, self.group.rank
-        ids = self._gathered(slots, shapes.num_slots)  # a place without a token asks for a rank that isn't there
+        ids = self._gathered(slots.int(), shapes.num_slots)  # a place without a token asks for a rank that isn't there
         weighed = self._gathered(weights, 0)
         info, found, weights = self.moe.mnnvl_moe_alltoallv_prepare(
             ids // self.local, None, ids, weighed, self.most, shapes.num_slots, shapes.top_k, rank, size
