@@ -59,7 +59,7 @@ def resolve_parallel(
         **expert_fields(options),
     })  # fmt: skip
     _context(config)
-    _shares(config, options, device)
+    _shares(config, device)
     config = _with_lanes(config)
     _nodes(config)
     _ray(config, machine)
@@ -103,15 +103,14 @@ def _context(config: ParallelConfig) -> None:
         )  # fmt: skip
 
 
-def _shares(config: ParallelConfig, options: EngineOptions, device: str) -> None:
+def _shares(config: ParallelConfig, device: str) -> None:
     """Where there are several prefill context ranks. Raises ConfigError for what these can't have."""
     option, size, what = "--prefill-context-parallel-size", config.prefill_context_parallel_size, "context parallel"
     if size > 1 and device != "cpu":
         why = f"{what} of prefill is for the kernels for CPUs, and the device is {device}"
         raise ConfigError(option, size, why, "use --decode-context-parallel-size for long contexts")
-    given = "--kv-transfer-config" if options.kv_transfer_config is not None else ""
-    if size > 1 and (given := given or "--prefill-engines" * config.splits_prefill):
-        why = f"{what} of prefill deals a block to more ranks than who takes it over ({given}) asks"
+    if size > 1 and config.splits_prefill:
+        why = f"{what} of prefill deals a block to more ranks than who takes it over (--prefill-engines) asks"
         raise ConfigError(option, size, why, "leave one of the two out")
 
 

@@ -101,8 +101,6 @@ REFUSED: list[tuple[str, Machine, str, dict[str, Any], str, str]] = [
      "--dcp-kv-cache-interleave-size 4", "leave the old one out"),
     ("shares on a GPU", LAPTOP, "cuda", {"prefill_context_parallel_size": 2}, "context parallel of prefill",
      "use --decode-context-parallel-size"),
-    ("shares for other servers", LAPTOP, "cpu", {"prefill_context_parallel_size": 2, "kv_transfer_config": "{}"},
-     "-size 2: context parallel", "leave one of the two out"),
     ("shares of two kinds of engines", LAPTOP, "cpu",
      {"prefill_context_parallel_size": 2, "prefill_engines": 1, "decode_engines": 1},
      "(--prefill-engines)", "leave one of the two out"),
