@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 
 from planaria.config.options import EngineConfig, EngineOptions
 from planaria.config.resolve import resolve
+from planaria.hosts import weights
 from planaria.hosts.weights import WeightsMemory
 from planaria.kernels.cpu.ops import CpuOps
 from planaria.loader import WeightSource
@@ -199,20 +200,19 @@ def test_slices_of_experts_are_a_rank_s_own(
 
 
 @pytest.mark.row("P10")
-def test_ranks_of_any_engine_read_in_turn(config_for: Any, memory: WeightsMemory) -> None:
+def test_ranks_of_any_engine_read_in_turn(
+    config_for: Any, memory: WeightsMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Engines and spares of a node have this memory alone in common."""
-    config, waits, made = config_for("qwen2"), threading.Event(), list[Any]()
-    parallel = msgspec.structs.replace(config.parallel, max_parallel_loading_workers=1)
-    rank = rank_of(msgspec.structs.replace(config, parallel=parallel), memory)
-    ops = CpuOps("float32", 1)
 
-    def load() -> None:
-        made.append(read_part(rank.config, ops, ALL, None, lambda part, fraction: waits.set(), rank))
+    def free() -> bool:
+        descriptor = memory._file.another()
+        return weights._lock(descriptor.number, fcntl.F_WRLCK, weights.LOCKS + weights.SLOTS)
 
-    thread = threading.Thread(target=load)
-    with WeightsMemory.of(memory.origin).turn(1, pytest.fail):
-        thread.start()
-        assert waits.wait(60) and not made
-    thread.join(60)
-    assert made and shared(made[0])
-    ops.close()
+    def made(most: int | None) -> Any:
+        config = config_for("qwen2", max_parallel_loading_workers=most)
+        return rank_of(config, memory).make(ALL, "", build=None, ops=None, heard=pytest.fail)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(RankWeights, "_made", lambda self, *asked: free())
+    assert (made(1), made(None)) == (False, True)
+    assert free()
