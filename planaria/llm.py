@@ -32,6 +32,7 @@ from planaria.config.resolve import other_tensors, other_weights, resolve
 from planaria.config.vllm_words import ours
 from planaria.engine_thread import EngineThread, OnFailure, Waiting
 from planaria.errors import ConfigError, EngineDead, RequestError, UserError
+from planaria.generate_journal import going_on
 from planaria.parsers.reading import Reading
 from planaria.pooled import (
     ClassificationRequestOutput,
@@ -450,12 +451,15 @@ class LLM(_Front):
         *,
         on_tokens: Callable[[int, int], None] | None = None,
         priority: Sequence[int] | None = None,
+        journal: str | os.PathLike[str] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt (a text, token ids, or a dict of either); results in the order of the prompts.
 
         Without `sampling_params` the model's own defaults hold. use_tqdm: show a bar, on a terminal; what makes another
-        bar shows that everywhere. `on_tokens(finished requests, new tokens)` is called after each step. Raises
-        RequestError for a bad prompt or parameter before any of them runs, EngineDead if the engine ends.
+        bar shows that everywhere. `on_tokens(finished requests, new tokens)` is called after each step. journal: a file
+        in which tokens are noted as they come: the same call in a program that is started again goes on from there.
+        Raises RequestError for a bad prompt or parameter before any of them runs, ConfigError for another call's
+        journal, EngineDead if the engine ends.
         """
         batch = _listed(prompts)
         adapters = self._adapters(lora_request, len(batch))
@@ -473,7 +477,8 @@ class LLM(_Front):
             self._stream(a.prompt, a.params, a.priority, a.salt, adapter=adapter)
             for a, adapter in zip(asked, adapters, strict=True)
         ]
-        self._run(opened, use_tqdm, on_tokens, shared=True)
+        with going_on(journal, opened, self._loop.share, self.config.parallel.outer):
+            self._run(opened, use_tqdm, on_tokens, shared=True)
         opened = opened[own]
         texts = [prompt.get("prompt") if isinstance(prompt, dict) else prompt for prompt in batch]
         return [

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, Store
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroup, Store
 
 from planaria.mesh.comm import DEADLINE, Array
 from planaria.mesh.gloo import IN_FLIGHT, GlooComm, as_bytes
@@ -107,6 +107,9 @@ class NcclComm(GlooComm):
         self.attempt(lambda: carrier._allgather_base(every, own).wait())
         parts = every.view(self.size, *own.shape)
         return torch.cat([parts[rank, :, : len(part)] for rank, part in enumerate(bounds)], 1)
+
+    def _backends(self) -> list[tuple[str, Any, Any]]:
+        return [*super()._backends(), (self.device, ProcessGroup.BackendType.NCCL, self._on_devices)]
 
     def _carrier(self, x: torch.Tensor) -> Any:
         return self._on_devices if x.device.type == torch.device(self.device).type else self._group

@@ -100,6 +100,7 @@ def test_only_so_many_load_at_a_time() -> None:
     assert loads == [(0, 1, 2), (3,)]
 
 
+@pytest.mark.row("P25")
 def test_the_rank_with_the_least_memory_decides() -> None:
     plenty, little = starting(), starting()
     commands_of(plenty, 2)
