@@ -167,7 +167,9 @@ def _inline(config: EngineConfig, emit: Emit) -> EngineLoop:
     """One rank in this process, called directly."""
     from planaria.worker.worker import make_rank
 
-    launcher = InlineLauncher(lambda boot: make_rank(boot, lambda part, fraction: emit(Progress(part, fraction))))
+    launcher = InlineLauncher(
+        lambda boot: make_rank(boot, lambda part, fraction: emit(Progress(part, fraction))), WORKER
+    )
     return EngineLoop(config, launcher, lambda places, epoch: _direct(config, launcher), emit)
 
 

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from planaria.executor.boot import RankBoot
 from planaria.executor.link.address import Address
-from planaria.hosts.host import Place
+from planaria.hosts.host import Child, Place
 from planaria.protocol import Command, Reply
 from planaria.topology import LaneGroup, Layout
 
@@ -57,6 +57,15 @@ class Launcher(Protocol):
         ...
 
     def spare_pids(self) -> list[int]: ...
+
+    def beside(self, boots: Sequence[RankBoot]) -> Sequence[Child]:
+        """Start a process for each boot, on the node of its place, which packs weights there (see RankBoot) and says
+        READY or why it can't; `on_exit` is called then, too. Empty, where that can't be. Raises OSError."""
+        ...
+
+    def tell_spares(self, boot: RankBoot) -> None:
+        """Those that there are get ready once more, as this says."""
+        ...
 
     def lost(self) -> dict[int, str]: ...
 

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from planaria.executor.boot import SPARE, RankBoot
+from planaria.executor.boot import READY, SPARE, RankBoot
 from planaria.executor.link.address import ShmAddress, open_port
 from planaria.executor.link.faults import ConnectionLost, LinkError, RankPort
 from planaria.hosts import child
@@ -29,6 +29,7 @@ from planaria.worker.worker import make_rank
 logger = logging.getLogger("planaria.worker")
 
 PULSE = 1.0  # seconds between signs of life
+LONGEST_LINE = 1000  # characters
 NEXT_EPOCH = 120.0  # seconds that a rank whose epoch is over waits for the next
 
 
@@ -68,9 +69,11 @@ class Life:
             elif hasattr(self.worker, "enter"):
                 self.worker.enter(boot)
             if boot.rank == SPARE:
-                set_title("spare")
-                self.worker.prepare()
-                self.say("ready")
+                set_title("spare", **({"weights": boot.config.weights_number} if boot.beside else {}))
+                failed = self.worker.prepare()
+                self.say(
+                    READY if failed is None else f"{failed.kind} {failed.message}".replace("\n", " ")[:LONGEST_LINE]
+                )
                 boot = self._boots.get()
                 continue
             try:

@@ -96,6 +96,19 @@ class PoolLauncher:
         """Of this node."""
         return [spare.place.pid for spare in self.pool.spares if spare.place.home == home()]
 
+    def beside(self, boots: Sequence[RankBoot]) -> Sequence[Child]:
+        """See Launcher."""
+        nodes = {child.place.home: child.slot[0] for child in self.pool.ranks.values()}
+        found = [self.pool.beside(nodes[boot.place.home], self._wake) for boot in boots]
+        for child, boot in zip(found, boots, strict=True):
+            child.tell(self._reserve(boot)(child.place))
+        return found
+
+    def tell_spares(self, boot: RankBoot) -> None:
+        told = self._reserve(boot)
+        for spare in self.pool.spares:
+            spare.tell(told(spare.place))
+
     def settle(self, ranks: Sequence[int]) -> None:
         self.host.await_ends([self.pool.ranks[rank] for rank in ranks if rank in self.pool.ranks], SETTLE)
 
@@ -118,6 +131,10 @@ class PoolLauncher:
         self.closing()
         self.pool.kill()
         self.close()
+
+    def _wake(self, child: Child) -> None:
+        if not self._closing:
+            self.on_exit()
 
     def _news(self, child: Child) -> None:
         if child.ended and not self._closing:
