@@ -131,13 +131,9 @@ def beside(gang: Gang, config: EngineConfig) -> Sequence[Child]:
     own = not device.platform.on_host or device.kernels != "native" or config.model.foreign is not None
     if own or link is None or config.null_worker or config.parallel.slices(gang.layout) > 1:
         return ()
-    ranks: dict[str, list[int]] = {}
-    for place in gang.places:
-        ranks.setdefault(place.home, []).append(place.rank)
     boots = boots_for(config.with_layout(gang.layout), gang.places, link)
     return gang.launcher.beside([
-        msgspec.structs.replace(boots[of[0]], link=Inside(), memories=gang.memories, beside=tuple(of))
-        for of in ranks.values()
+        msgspec.structs.replace(boot, link=Inside(), memories=gang.memories, beside=(boot.rank,)) for boot in boots
     ])  # fmt: skip
 
 

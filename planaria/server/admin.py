@@ -168,7 +168,10 @@ async def update_weights(request: Request) -> Response:
     for index, done in found.items():
         if done.error:
             return failure(f"engine {index}: {done.error}", 400, param=param, code="weights_refused")
-    engines = [{"engine": n, "weights_version": done.number, "seconds": done.seconds} for n, done in found.items()]
+    engines = [
+        {"engine": n, "weights_version": done.number, "seconds": done.seconds, "pause": done.pause}
+        for n, done in found.items()
+    ]
     return Response(encode_json({"engines": engines}), media_type=JSON)
 
 

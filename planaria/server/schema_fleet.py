@@ -94,6 +94,7 @@ class EngineWeights(Strict):
     engine: int
     weights_version: int
     seconds: float
+    pause: float  # seconds in which nothing was computed
 
 
 class WeightsResponse(Strict):

@@ -71,9 +71,8 @@ class Life:
             if boot.rank == SPARE:
                 set_title("spare", **({"weights": boot.config.weights_number} if boot.beside else {}))
                 failed = self.worker.prepare()
-                self.say(
-                    READY if failed is None else f"{failed.kind} {failed.message}".replace("\n", " ")[:LONGEST_LINE]
-                )
+                why = f"{failed.kind} {failed.message}".replace("\n", " ") if failed is not None else READY
+                self.say(why[:LONGEST_LINE])
                 boot = self._boots.get()
                 continue
             try:

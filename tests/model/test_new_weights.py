@@ -15,7 +15,9 @@ import pytest
 
 from planaria import LLM, AsyncLLM, SamplingParams
 from planaria.errors import ConfigError, ModelError, UserError
+from planaria.executor import new_weights
 from tests.model import checkpoints
+from tests.proc.servers import wait_until
 
 OPTIONS = {
     "dtype": "float32",
@@ -147,6 +149,72 @@ def test_streams_go_on_with_them(folders: list[str], told: list[list[int]]) -> N
     with LLM(folders[1], **OPTIONS) as llm:
         rest = SamplingParams(temperature=0, max_tokens=len(found) - same, ignore_eos=True)
         assert llm.generate([PROMPT + found[:same]], rest)[0].outputs[0].token_ids == found[same:]
+
+
+class Preparing:
+    """A process that prepares weights, and says what a test wants."""
+
+    said = ended = ""
+
+    def kill(self) -> None:
+        self.ended = "was killed"
+
+
+@pytest.mark.parametrize("says", ["ready", "model these are no weights", ""])
+def test_steps_go_on_while_they_are_prepared(
+    folders: list[str], told: list[list[int]], monkeypatch: pytest.MonkeyPatch, says: str
+) -> None:
+    """What is wrong with them is known with nothing changed; where who prepares them ends, ranks read them."""
+    engine, child = AsyncLLM(folders[0], **OPTIONS), Preparing()
+    begun, loops = asyncio.Event(), list[asyncio.AbstractEventLoop]()
+
+    def beside(gang: Any, config: Any) -> list[Preparing]:
+        loops[0].call_soon_threadsafe(begun.set)
+        return [child]
+
+    monkeypatch.setattr(new_weights, "beside", beside)
+
+    async def main() -> list[int]:
+        loops.append(asyncio.get_running_loop())
+        update = asyncio.create_task(engine.update_weights(folders[1]))
+        await begun.wait()
+        async for piece in engine.generate(PROMPT, GREEDY):
+            last = piece
+        assert last.weights_version == 0 and not update.done(), "all of it came meanwhile"
+        with pytest.raises(UserError, match="others are on their way"):
+            await engine.update_weights(folders[1])
+        epoch = engine._loop.gang.epoch
+        child.said, child.ended = says, "" if says else "was killed by signal 9"
+        engine._loop._on_exit()
+        if says.startswith("model"):
+            with pytest.raises(UserError, match="these are no weights"):
+                await update
+            assert engine._loop.gang.epoch == epoch and engine.weights_version == 0
+        else:
+            await update
+            assert engine.weights_version == 1
+        assert child.ended, "nobody prepares anything any more"
+        return [token async for piece in engine.generate(PROMPT, GREEDY) for token in piece.token_ids]
+
+    try:
+        assert asyncio.run(asyncio.wait_for(main(), 60)) == told[0 if says.startswith("model") else 1]
+    finally:
+        engine.close()
+
+
+def test_those_of_before_are_given_back(folders: list[str]) -> None:
+    """Also by ranks in reserve."""
+    with LLM(folders[0], **OPTIONS, tensor_parallel_size=2, spare_workers=1) as llm:
+        memory, _ = llm._loop.gang.owns
+        wait_until("the spare is ready", lambda: all(spare.said for spare in llm._loop.gang.launcher.pool.spares))
+        before = os.fstat(memory.fileno()).st_blocks
+        llm.update_weights(folders[1])
+
+        def given_back() -> bool:
+            memory.tidy()
+            return os.fstat(memory.fileno()).st_blocks <= before
+
+        wait_until("they are", given_back)
 
 
 def test_a_rank_that_is_lost_before_it_is_an_answer(folders: list[str], told: list[list[int]]) -> None:

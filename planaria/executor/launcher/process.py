@@ -98,10 +98,13 @@ class PoolLauncher:
 
     def beside(self, boots: Sequence[RankBoot]) -> Sequence[Child]:
         """See Launcher."""
-        nodes = {child.place.home: child.slot[0] for child in self.pool.ranks.values()}
-        found = [self.pool.beside(nodes[boot.place.home], self._wake) for boot in boots]
-        for child, boot in zip(found, boots, strict=True):
-            child.tell(self._reserve(boot)(child.place))
+        of: dict[str, list[RankBoot]] = {}
+        for boot in boots:
+            of.setdefault(self.pool.ranks[boot.rank].slot[0], []).append(boot)
+        found = [self.pool.beside(node, self._wake) for node in of]
+        for child, (first, *rest) in zip(found, of.values(), strict=True):
+            beside = first.beside + tuple(boot.rank for boot in rest)
+            child.tell(self._reserve(msgspec.structs.replace(first, beside=beside))(child.place))
         return found
 
     def tell_spares(self, boot: RankBoot) -> None:
