@@ -110,19 +110,20 @@ def updates(model: str, load: Load, rounds: int) -> list[dict[str, Any]]:
     options = ["--max-model-len", str(length), "--kv-cache-memory", str(2 * load.streams * length * TOKEN_BYTES)]
     with Server(str(copies[0]), *options) as server:
         asyncio.run(streams(server, load.prompts(0), 8))
-        for number in range(1, rounds + 1):
-            asked, path = load.prompts(number), str(copies[number % 2])
+        for number in range(1, 2 * rounds + 1):
+            asked, kept = load.prompts(number), not number % 2
+            body = {"path": str(copies[number % 2]), "keep_kv": kept}
             calm = longest(asyncio.run(streams(server, asked, TOKENS)))
             struck, answers = list[float](), list[dict[str, Any]]()
 
             async def updated(
-                asked: list[list[int]] = asked, path: str = path, struck: list[float] = struck,
+                asked: list[list[int]] = asked, body: dict[str, Any] = body, struck: list[float] = struck,
                 answers: list[dict[str, Any]] = answers,
             ) -> Streams:  # fmt: skip
                 tasks = []
 
                 def update() -> None:
-                    answers.append(server.http.post(server.url + "/update_weights", json={"path": path}).json())
+                    answers.append(server.http.post(server.url + "/update_weights", json=body).json())
 
                 def begin() -> None:
                     struck.append(time.monotonic())
@@ -136,8 +137,10 @@ def updates(model: str, load: Load, rounds: int) -> list[dict[str, Any]]:
             mine = [at for at, which in got.pieces if not which]
             engine, step = answers[0]["engines"][0], statistics.median(b - a for a, b in itertools.pairwise(mine))
             found.append({
-                "seconds": engine["seconds"], "pause": engine["pause"], "steps": engine["pause"] / step, "step": step,
-                "silence": longest(got, struck[0]), "without": calm, "failed": list(got.errors.values()),
+                "kept": kept, "seconds": engine["seconds"], "pause": engine["pause"], "step": step,
+                "steps": engine["pause"] / step,
+                "silence": (silence := longest(got, struck[0])), "silences": silence / step, "without": calm,
+                "failed": list(got.errors.values()),
             })  # fmt: skip
             print(f"round {number}: {found[-1]}", flush=True)
     for copy in copies:
@@ -148,13 +151,18 @@ def updates(model: str, load: Load, rounds: int) -> list[dict[str, Any]]:
 def updates_table(rounds: list[dict[str, Any]]) -> list[report.Table]:
     words = {
         "seconds": "until they are in force, s", "step": "a step, s", "pause": "the engine's pause, s",
-        "steps": "the same in steps", "silence": "longest pause of any stream, s", "without": "the longest without, s",
+        "steps": "the same in steps", "silence": "longest pause of any stream, s", "silences": "the same in steps",
+        "without": "the longest without, s",
     }  # fmt: skip
-    most = max(found["steps"] for found in rounds)
-    rows = [[words[kind], report.spread([found[kind] for found in rounds], 3)] for kind in words]
+    most, ways = max(found["steps"] for found in rounds), (False, True)
+    rows = [
+        [words[kind], *(report.spread([found[kind] for found in rounds if found["kept"] == kept], 3) for kept in ways)]
+        for kind in words
+    ]
     return [
-        report.Table("Streams while weights become others", ["", ""], [
-            *rows, ["failed", str(sum(len(found["failed"]) for found in rounds))],
+        report.Table("Streams while weights become others", ["", "KV is computed again", "`keep_kv`"], [
+            *rows,
+            ["failed", *(str(sum(len(f["failed"]) for f in rounds if f["kept"] == kept)) for kept in ways)],
         ]),
         report.Table("Goals", ["", "goal", "measured", "met"], [
             ["the engine's pause, steps", f"<= {STEPS:g}", f"{most:.1f}", "yes" if most <= STEPS else "no"],

@@ -59,8 +59,8 @@ class Launcher(Protocol):
     def spare_pids(self) -> list[int]: ...
 
     def beside(self, boots: Sequence[RankBoot]) -> Sequence[Child]:
-        """Start a process on each node that has ranks, which packs their weights there (RankBoot.beside; a boot for each
-        rank) and says READY or why it can't; `on_exit` is called then, too. Empty, where that can't be. Raises
+        """Start a process on each node that has ranks, which packs their weights there (RankBoot.beside; a boot for
+        each rank) and says READY or why it can't; `on_exit` is called then, too. Empty, where that can't be. Raises
         OSError."""
         ...
 

@@ -1,7 +1,7 @@
 """Other weights for an engine that runs. Where its node keeps weights, processes beside the ranks pack the new ones
 into that memory first, while steps go on as ever; what can't be had is known then, and nothing has changed. The change
 itself is an epoch that begins with them, by the same door as faults: all ranks map what is there. What is open goes on
-from its tokens, and its KV is computed again; keys of KV are of the new weights.
+from its tokens, and its KV is computed again, or kept for it alone, as is asked; keys of KV are of the new weights.
 
 If ranks can't have them, those of before are what the next epoch begins with. A rank or an engine that ends in the
 middle is replaced by one that has what the engine's configuration says, which is changed once: no two ranks compute
@@ -93,8 +93,8 @@ class NewWeights:
             error, lost = f"{e}; ask again", e
         if not error:
             why = f"weights become number {asked.number}: {asked.checkpoint['path']}"
-            error = self._begin(_with(before, asked), why)
-            if error and (failed := self._begin(before, f"weights stay as they were: {error}")):
+            error = self._begin(_with(before, asked), why, asked.keep_kv)
+            if error and (failed := self._begin(before, f"weights stay as they were: {error}", False)):
                 loop.die(Failed(0, "weights", f"{error}; and those of before can't be had any more: {failed}", ""))
         self._end(error, loop.clock() - began)
         if lost is not None:
@@ -103,17 +103,17 @@ class NewWeights:
         if gang.link is not None:  # those in reserve let go of what they have, and get ready with these
             gang.launcher.tell_spares(gang.spare_boot(gang.asked))
 
-    def _begin(self, config: EngineConfig, why: str) -> str:
-        """An epoch with this configuration; why there is none, if so."""
+    def _begin(self, config: EngineConfig, why: str, kept: bool) -> str:
+        """An epoch with this configuration; why there is none, if so. kept: KV of what is open is."""
         loop = self.loop
         assert loop.core is not None
         gang = loop.gang
         gang.config = gang.kv.config = config
         try:
-            gang.kv.rescope()
+            gang.kv.rescope(kept=kept)
         except CapacityError as e:  # their digest can't be taken
             return str(e)
-        rescope(loop.core, gang.kv.scope)
+        rescope(loop.core, gang.kv.scope, kept=kept)
         failed = loop.epochs.begin_next(loop.core, Wish(gang.layout, why, "weights"))
         if failed is not None:
             return failed.message

@@ -137,7 +137,6 @@ class Worker:
     def enter(self, boot: RankBoot) -> None:
         """Go on in another epoch, maybe as another rank. What is loaded stays, unless weights are others."""
         if boot.config.weights_number != self.config.weights_number:
-            self.kv.forget(self.model)
             self.unload()
             self.prepared.clear()
         self.boot, self.config, self.rank = boot, boot.config, boot.rank

@@ -107,8 +107,10 @@ def test_where_they_cannot_be_had_those_of_before_stay(
         assert tokens(llm) == told[1]
 
 
-def test_streams_go_on_with_them(folders: list[str], told: list[list[int]]) -> None:
-    """Tokens that were told stay; the next ones are what the new weights say after them."""
+@pytest.mark.parametrize("kept", [False, True])
+def test_streams_go_on_with_them(folders: list[str], told: list[list[int]], kept: bool) -> None:
+    """Tokens that were told stay; the next ones are what the new weights say after them. kept: from KV of both, which
+    nobody else finds."""
     engine, go = AsyncLLM(folders[0], **OPTIONS), threading.Event()
     core = engine._loop.core
     assert core is not None
@@ -121,7 +123,7 @@ def test_streams_go_on_with_them(folders: list[str], told: list[list[int]]) -> N
 
     core.plan = no_further  # type: ignore[method-assign]
 
-    versions = list[int]()
+    versions, rest = list[int](), list[int]()
 
     async def main() -> tuple[list[int], int]:
         stream, found = aiter(engine.generate(PROMPT, GREEDY)), list[int]()
@@ -129,13 +131,19 @@ def test_streams_go_on_with_them(folders: list[str], told: list[list[int]]) -> N
             piece = await anext(stream)
             found += piece.token_ids
             versions.extend([piece.weights_version] * len(piece.token_ids))
-        await engine.update_weights(folders[1])
+        replayed = core.replayed_tokens
+        await engine.update_weights(folders[1], keep_kv=kept)
+        assert (core.replayed_tokens == replayed) == kept
         go.set()
         async for piece in stream:
             found += piece.token_ids
             versions.extend([piece.weights_version] * len(piece.token_ids))
         with pytest.raises(ModelError):
             await engine.update_weights("/nowhere/at/all")
+        again = [token async for piece in engine.generate(PROMPT, GREEDY) for token in piece.token_ids]
+        assert again == told[1]
+        after = PROMPT + found[:-1]  # whose KV is there
+        rest.extend([token async for piece in engine.generate(after, GREEDY) for token in piece.token_ids])
         return found, engine.weights_version
 
     try:
@@ -145,10 +153,12 @@ def test_streams_go_on_with_them(folders: list[str], told: list[list[int]]) -> N
     changed = versions.index(1)
     assert changed >= 4 and versions == [0] * changed + [1] * (len(found) - changed)
     assert version == 1 and len(found) == GREEDY.max_tokens and found[:4] == told[0][:4]
-    same = next(i for i in range(len(found) + 1) if found[:i] != told[0][:i]) - 1
     with LLM(folders[1], **OPTIONS) as llm:
-        rest = SamplingParams(temperature=0, max_tokens=len(found) - same, ignore_eos=True)
-        assert llm.generate([PROMPT + found[:same]], rest)[0].outputs[0].token_ids == found[same:]
+        assert llm.generate([PROMPT + found[:-1]], GREEDY)[0].outputs[0].token_ids == rest
+        if not kept:
+            same = next(i for i in range(len(found) + 1) if found[:i] != told[0][:i]) - 1
+            params = SamplingParams(temperature=0, max_tokens=len(found) - same, ignore_eos=True)
+            assert llm.generate([PROMPT + found[:same]], params)[0].outputs[0].token_ids == found[same:]
 
 
 class Preparing:
