@@ -215,7 +215,7 @@ def shares(path: Path, isa: str | None, rounds: int, threads: int) -> Row:
             "isa": isa, "dtype": dtype, "options": {"quantization": weights},
         }  # fmt: skip
         engine = Driver(Spec(dtype, Path(sys.executable), "planaria_driver.py", str(path), "", 0, settings), OUT)
-        size, limits, rates = engine.started["weight_bytes"] / 1e9, list[float](), list[float]()
+        size, limits, rates = engine.started["about"]["weight_bytes"] / 1e9, list[float](), list[float]()
         for turn in range(rounds):
             limits.append(statistics.median(read_bandwidth(threads)))
             with engine.awake():
