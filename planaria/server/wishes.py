@@ -56,8 +56,8 @@ class EngineWishes:
 
     def came_up(self, facts: EngineFacts, config: EngineConfig) -> None:
         """Another process has. config: as it should be; it was started before that was so, maybe."""
-        if facts.weights_number != config.weights_number:
-            self.engine.send(UpdateWeights(AGAIN, config.weights_number, config.checkpoint))
+        if facts.weights_number != config.weights_number:  # not beside: what it is asked next is for these
+            self.engine.send(UpdateWeights(AGAIN, config.weights_number, config.checkpoint, beside=False))
         if self.level is not None:
             self.engine.send(Sleep(AGAIN, self.level))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from planaria.server.kept import Kept
 from planaria.server.records import Outcome, PieceRecord, frame, scan, version_runs
 from planaria.server.response_shapes import event_bytes, num_events, response_of
 from planaria.server.stream import Piece, Stream
+from planaria.server.wishes import EngineWishes
 from planaria.types import Delta, FinishReason, SamplingParams
 from planaria.wire import EngineStats, Output, Submit
 from tests.pure.test_kept import head
@@ -82,3 +85,14 @@ def test_what_is_kept_of_a_response_says_it(versions: list[int]) -> None:
         assert [piece.get("weights_version", 0) for piece in pieces] == versions
     told = response_of(kept).get("weights_versions", [(0, 0)])
     assert spread(told, 2 * len(versions)) == [number for number in versions for _ in range(2)]
+
+
+def test_an_engine_that_comes_up_with_others_computes_nothing_with_them() -> None:
+    """Whoever asked for these was told that they are in force."""
+    sent = list[Any]()
+    engine: Any = SimpleNamespace(asleep=None, send=sent.append)
+    config: Any = SimpleNamespace(weights_number=1, checkpoint={})
+    facts: Any = SimpleNamespace(weights_number=0)
+    EngineWishes(engine).came_up(facts, config)
+    (asked,) = sent
+    assert asked.number == 1 and not asked.beside
