@@ -107,11 +107,11 @@ def test_where_they_cannot_be_had_those_of_before_stay(
         assert tokens(llm) == told[1]
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_streams_go_on_with_them(folders: list[str], told: list[list[int]], kept: bool) -> None:
+@pytest.mark.parametrize(("kept", "ranks"), [(False, 1), (True, 1), (True, 2)])
+def test_streams_go_on_with_them(folders: list[str], told: list[list[int]], kept: bool, ranks: int) -> None:
     """Tokens that were told stay; the next ones are what the new weights say after them. kept: from KV of both, which
     nobody else finds."""
-    engine, go = AsyncLLM(folders[0], **OPTIONS), threading.Event()
+    engine, go = AsyncLLM(folders[0], **OPTIONS, tensor_parallel_size=ranks), threading.Event()
     core = engine._loop.core
     assert core is not None
     plan = core.plan
