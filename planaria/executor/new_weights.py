@@ -23,6 +23,7 @@ from planaria.executor.boot import READY, boots_for
 from planaria.executor.link.address import Inside
 from planaria.executor.transition import Wish
 from planaria.hosts.host import Child
+from planaria.node import available_memory, home
 from planaria.protocol import Failed
 from planaria.wire import UpdateWeights, WeightsUpdated
 
@@ -48,6 +49,8 @@ class NewWeights:
         loop = self.loop
         if not why_not and self.asked is not None:
             why_not = "others are on their way; ask again after them"
+        if not why_not and asked.beside:
+            why_not = self._no_room()
         if why_not:
             loop.emit(WeightsUpdated(asked.id, loop.gang.config.weights_number, why_not))
             return
@@ -58,6 +61,17 @@ class NewWeights:
             logger.warning("ranks wait while weights are read: no process can be started for that: %s", e)
         if not self.children:
             self._commit(asked)
+
+    def _no_room(self) -> str:
+        """Why those that are in force and others can't be in this node's memory together."""
+        gang, free = self.loop.gang, available_memory()
+        here = all(place.home == home() for place in gang.places) and gang.config.device.platform.on_host
+        if not here or self.loop.sleeper.level == 2 or free > gang.weight_bytes:
+            return ""
+        return (
+            f"{gang.weight_bytes / 2**30:.1f} GiB of weights have no room beside those in force, "
+            f"{free / 2**30:.1f} GiB are free; sleep at level 2 first, which gives these back"
+        )
 
     def look(self, why_not: str) -> None:
         """Are they prepared? why_not: they can't be had just now. Raises WorkersLost, when that is answered."""

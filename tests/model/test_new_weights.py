@@ -212,6 +212,16 @@ def test_steps_go_on_while_they_are_prepared(
         engine.close()
 
 
+def test_where_there_is_no_room_for_both_it_is_said(
+    folders: list[str], told: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(folders[0], **OPTIONS) as llm:
+        monkeypatch.setattr(new_weights, "available_memory", lambda: 1000)
+        asked = llm._weights(folders[1], beside=True)
+        assert "have no room beside those in force" in llm._ask(asked, llm._loop.handle).result().error
+        assert llm.weights_version == 0 and tokens(llm) == told[0]
+
+
 def test_those_of_before_are_given_back(folders: list[str]) -> None:
     """Also by ranks in reserve."""
     with LLM(folders[0], **OPTIONS, tensor_parallel_size=2, spare_workers=1) as llm:
