@@ -209,7 +209,7 @@ def start(path: Path, rounds: int) -> Row:
 def shares(path: Path, isa: str | None, rounds: int, threads: int) -> Row:
     """Of the bandwidth of the same round, medians."""
     row: Row = {}
-    for dtype, weights in (("float32", "none"), ("bfloat16", "none"), ("bfloat16", "keep")):
+    for dtype, weights in (("float32", "none"), ("bfloat16", "none"), ("bfloat16", "auto")):
         settings = {
             "threads": threads, "max_num_seqs": 4, "kv_bytes": 1 << 28, "max_model_len": 512, "kernels": "native",
             "isa": isa, "dtype": dtype, "options": {"quantization": weights},
