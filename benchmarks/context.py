@@ -4,7 +4,8 @@ a step (docs/adr/0053-shares-of-a-step.md).
     python -m benchmarks.context [--rounds 5] [--only "first token"] [--markdown docs/performance.md]
 
 SmolLM2 in bfloat16 on two ranks of one thread: `-tp 2`, `-tp 2 -dcp 2`, `-pcp 2`, all loaded, in turn. Ratios to the
-first are of the same round. Even: CPU seconds of the rank that computes least, in those of the one that computes most.
+first are of the same round. Even: CPU seconds of the rank that computes least, in those of the one that computes most;
+busy: in those that passed.
 Room: tokens that fit into the same memory of a rank, and bytes of a token of a model with DeepSeek-V2-Lite's latents.
 """
 
@@ -84,6 +85,7 @@ def latent_bytes(size: int) -> int:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     samples: dict[str, dict[str, list[float]]] = {shape: {name: [] for name in LAYOUTS} for shape in SHAPES}
     even: dict[str, dict[str, list[float]]] = {shape: {name: [] for name in LAYOUTS} for shape in SHAPES}
+    busy: dict[str, dict[str, list[float]]] = {shape: {name: [] for name in LAYOUTS} for shape in SHAPES}
     found: dict[str, Any] = {
         "cpu": machine.cpu_name(),
         "when": time.strftime("%Y-%m-%d %H:%M"),
@@ -103,17 +105,19 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 if options.only not in shape:
                     continue
                 for name, llm in list(llms.items())[:: 1 if number % 2 else -1]:
-                    before = seconds(llm)
+                    before, since = seconds(llm), time.perf_counter()
                     value = turn(llm, *sizes, seed=number)
+                    passed = time.perf_counter() - since
                     if number:  # the first is for warming up
                         samples[shape][name].append(value)
                         had = [after - of for after, of in zip(seconds(llm), before, strict=True)]
                         even[shape][name].append(min(had) / max(had))
+                        busy[shape][name].append(min(had) / passed)
     finally:
         for llm in llms.values():
             llm.close()
     latents = {name: latent_bytes(size) for name, size in (("tp2", 1), ("tp2 dcp2", 2))}
-    return {**found, "samples": samples, "even": even, "latents": latents}
+    return {**found, "samples": samples, "even": even, "busy": busy, "latents": latents}
 
 
 def page(found: dict[str, Any]) -> str:
@@ -121,12 +125,12 @@ def page(found: dict[str, Any]) -> str:
     room, latents = found["room"], found["latents"]
     rows = [
         f"| tokens that fit into 256 MiB of a rank | {name} | {room[plain]:,} | {room[name]:,} | "
-        f"{room[name] / room[plain]:.2f} | {'>= 1.3' if name == shared else ''} | |"
+        f"{room[name] / room[plain]:.2f} | {'>= 1.3' if name == shared else ''} | | |"
         for name in LAYOUTS if name != plain
     ]  # fmt: skip
     rows.append(
         f"| bytes of a token of DeepSeek-V2-Lite's latents on a rank | {shared} | {latents[plain]:,} | "
-        f"{latents[shared]:,} | {latents[shared] / latents[plain]:.2f} | 0.50 | |"
+        f"{latents[shared]:,} | {latents[shared] / latents[plain]:.2f} | 0.50 | | |"
     )
     rows += [
         line(found, shape, name) for shape in SHAPES for name in LAYOUTS if name != plain and found["even"][shape][name]
@@ -138,8 +142,8 @@ def page(found: dict[str, Any]) -> str:
         [
             f"{head} the same round.",
             "",
-            f"| | layout | {plain} | it | ratio | goal | even |",
-            "|---|---|--:|--:|--:|--:|--:|",
+            f"| | layout | {plain} | it | ratio | goal | even | busy |",
+            "|---|---|--:|--:|--:|--:|--:|--:|",
             *rows,
         ]
     )
@@ -147,12 +151,13 @@ def page(found: dict[str, Any]) -> str:
 
 def line(found: dict[str, Any], shape: str, name: str) -> str:
     """Of the table: a layout beside the first."""
-    values, even = found["samples"][shape], statistics.median(found["even"][shape][name])
+    values = found["samples"][shape]
+    even, busy = (statistics.median(found[what][shape][name]) for what in ("even", "busy"))
     ratios = sorted(b / a for a, b in zip(values["tp2"], values[name], strict=True))
     before, after = (f"{statistics.median(values[each]):,.1f}" for each in ("tp2", name))
     return (
         f"| {shape} | {name} | {before} | {after} | {statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}) "
-        f"| {GOALS.get((name, shape), '')} | {even:.2f} |"
+        f"| {GOALS.get((name, shape), '')} | {even:.2f} | {busy:.2f} |"
     )
 
 

@@ -1,4 +1,4 @@
-"""Prompts and what follows them on engines of two kinds: what a hand-over costs, and what it gives.
+"""TracePrompts and what follows them on engines of two kinds: what a hand-over costs, and what it gives.
 
     python -m benchmarks.hand_over [--model smollm2] [--cases prompt,trace,request] [--tokens 1024] [--rounds 8]
         [--trace FILE.csv] [--requests 60] [--share 0.6 | --rate R] [--length-scale 0.25] [--ttft 4] [--gap 0.25]
@@ -31,7 +31,7 @@ from typing import Any
 from benchmarks.deployment import Server, patient_client
 from benchmarks.kv_tier import WARM, metric, prompt
 from planaria.cli.bench_serve import body, drive, figures
-from planaria.cli.traces import Prompts, Trace, read_trace
+from planaria.cli.traces import Trace, TracePrompts, read_trace
 
 OUT = Path(__file__).resolve().parent / "out" / "hand_over.json"
 TRACE = OUT.with_name("hand_over.trace.json")
@@ -78,7 +78,7 @@ def prompts(model: str, tokens: int, rounds: int) -> dict[str, Any]:
 
 def planned(model: str, trace: Trace, rate: float | None) -> list[tuple[float, bytes]]:
     """rate: requests a second on the whole; None: all at once."""
-    arrivals, made = trace.arrivals, Prompts(trace.block_len, 0, 100, 40_000)
+    arrivals, made = trace.arrivals, TracePrompts(trace.block_len, 0, 100, 40_000)
     stretch = 0.0 if rate is None else len(arrivals) / rate / arrivals[-1].at
     return [(each.at * stretch, body(model, made.tokens(each), each.output_len)) for each in arrivals]
 

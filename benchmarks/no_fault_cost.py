@@ -122,7 +122,7 @@ def pulse() -> float:
 
     def beat() -> None:
         ended = threading.Event()
-        worker._pulse(Beaten(ended), ended)  # type: ignore[arg-type]
+        worker.Life()._pulse(Beaten(ended), ended)  # type: ignore[arg-type]
         used[0] = time.thread_time()
 
     every, worker.PULSE = worker.PULSE, 0.0005

@@ -61,7 +61,7 @@ def main() -> int:
     return serve(config, port, told, again=bool(again), given=memories, **name)
 
 
-Told = tuple[EngineConfig, Keys, str, str, Memories]
+Orders = tuple[EngineConfig, Keys, str, str, Memories]
 
 
 class RemoteEngine:
@@ -84,7 +84,7 @@ class RemoteEngine:
             self.port.wake()
 
     def hear(self, message: bytes) -> None:
-        self.config, keys, host, level, self.memories = msgspec.msgpack.decode(message, type=Told)
+        self.config, keys, host, level, self.memories = msgspec.msgpack.decode(message, type=Orders)
         setup_logging(level)
         self.port = Port(f"tcp://{bracketed(host)}:*", keys, self.config.parallel.heartbeat_timeout)
 

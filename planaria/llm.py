@@ -32,6 +32,7 @@ from planaria.config.resolve import other_tensors, other_weights, resolve
 from planaria.config.vllm_words import ours
 from planaria.engine_thread import EngineThread, OnFailure, Waiting
 from planaria.errors import ConfigError, EngineDead, RequestError, UserError
+from planaria.generate_journal import going_on
 from planaria.parsers.reading import Reading
 from planaria.pooled import (
     ClassificationRequestOutput,
@@ -82,7 +83,7 @@ from planaria.wire import (
 
 logger = logging.getLogger("planaria")
 
-Message = dict[str, Any]
+ChatMessage = dict[str, Any]
 Folder = str | os.PathLike[str]
 Changed = Slept | WeightsUpdated
 OnProgress = Callable[[StartUpNews], None]
@@ -347,7 +348,7 @@ class _Front:
             for family in of_engines([engine], name) for sample in family.samples
         ]  # fmt: skip
 
-    def chat_prompt(self, messages: list[Message], **template: Any) -> str:
+    def chat_prompt(self, messages: list[ChatMessage], **template: Any) -> str:
         """The model's chat template over messages of {"role", "content"}, ready for an answer. template: arguments of
         `Tokenizer.apply_chat_template`. Raises RequestError for messages that are none."""
         if self.tokenizer is None:
@@ -458,12 +459,15 @@ class LLM(_Front):
         *,
         on_tokens: Callable[[int, int], None] | None = None,
         priority: Sequence[int] | None = None,
+        journal: str | os.PathLike[str] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt (a text, token ids, or a dict of either); results in the order of the prompts.
 
         Without `sampling_params` the model's own defaults hold. use_tqdm: show a bar, on a terminal; what makes another
-        bar shows that everywhere. `on_tokens(finished requests, new tokens)` is called after each step. Raises
-        RequestError for a bad prompt or parameter before any of them runs, EngineDead if the engine ends.
+        bar shows that everywhere. `on_tokens(finished requests, new tokens)` is called after each step. journal: a file
+        in which tokens are noted as they come: the same call in a program that is started again goes on from there.
+        Raises RequestError for a bad prompt or parameter before any of them runs, ConfigError for another call's
+        journal, EngineDead if the engine ends.
         """
         batch = _listed(prompts)
         adapters = self._adapters(lora_request, len(batch))
@@ -481,7 +485,8 @@ class LLM(_Front):
             self._stream(a.prompt, a.params, a.priority, a.salt, adapter=adapter)
             for a, adapter in zip(asked, adapters, strict=True)
         ]
-        self._run(opened, use_tqdm, on_tokens, shared=True)
+        with going_on(journal, opened, self._loop.share, self.config.parallel.outer):
+            self._run(opened, use_tqdm, on_tokens, shared=True)
         opened = opened[own]
         texts = [prompt.get("prompt") if isinstance(prompt, dict) else prompt for prompt in batch]
         return [
@@ -547,7 +552,7 @@ class LLM(_Front):
 
     def chat(
         self,
-        messages: list[Message] | list[list[Message]],
+        messages: list[ChatMessage] | list[list[ChatMessage]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,

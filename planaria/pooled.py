@@ -21,7 +21,7 @@ T = TypeVar("T")
 Bar = bool | Callable[..., Any]
 Adapted = LoRARequest | Sequence[LoRARequest | None] | None
 Prompted = tuple[list[int], str, str]  # token ids, salt, adapter
-Opened = list[tuple[str, Choices, list[Submit]]]
+OpenedStreams = list[tuple[str, Choices, list[Submit]]]
 
 
 class VectorEngine(Protocol):
@@ -37,7 +37,7 @@ class VectorEngine(Protocol):
 
     def _encode(self, prompt: Prompt) -> list[int]: ...
 
-    def _run(self, opened: Opened, use_tqdm: Bar) -> None: ...
+    def _run(self, opened: OpenedStreams, use_tqdm: Bar) -> None: ...
 
 
 @dataclass

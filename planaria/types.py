@@ -37,13 +37,15 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Within:
-    """The bounds of a sampling parameter, said beside its field: checked by `verify`, and told in the API's schema."""
+    """The bounds of a sampling parameter, said beside its field: checked by `verify`, and told in the API's schema.
+    asked: what the API says of a request's field of this name; None: none is made of it."""
 
     rule: str  # that a value must be ...
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
     lt: float | None = None
+    asked: str | None = None
 
     def hold(self, value: float) -> bool:
         return (
@@ -103,13 +105,17 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     n: Annotated[int, Within(f"between 1 and {MAX_N}", ge=1, le=MAX_N)] = 1
     max_tokens: Annotated[int | None, Within("at least 1", ge=1)] = 16  # None: up to the model's length
     min_tokens: Annotated[int, Within("0 or more", ge=0)] = 0
-    temperature: Annotated[float, Within("between 0 and 100", ge=0.0, le=100.0)] = 1.0  # 0: greedy
+    temperature: Annotated[
+        float, Within("between 0 and 100", ge=0.0, le=100.0, asked="0 is greedy; default: the model's, else 1.")
+    ] = 1.0
     top_k: Annotated[int, Within("-1 (off), 0 (off) or more", ge=-1)] = 0  # 0 or -1: off
-    top_p: Annotated[float, Within("in (0, 1]", gt=0.0, le=1.0)] = 1.0
-    min_p: Annotated[float, Within("in [0, 1]", ge=0.0, le=1.0)] = 0.0
-    presence_penalty: Annotated[float, Within("in [-2, 2]", ge=-2.0, le=2.0)] = 0.0
-    frequency_penalty: Annotated[float, Within("in [-2, 2]", ge=-2.0, le=2.0)] = 0.0
-    repetition_penalty: Annotated[float, Within("in (0, 100]", gt=0.0, le=100.0)] = 1.0
+    top_p: Annotated[
+        float, Within("in (0, 1]", gt=0.0, le=1.0, asked="Left out, like top_k: the model's default.")
+    ] = 1.0
+    min_p: Annotated[float, Within("in [0, 1]", ge=0.0, le=1.0, asked="")] = 0.0
+    presence_penalty: Annotated[float, Within("in [-2, 2]", ge=-2.0, le=2.0, asked="")] = 0.0
+    frequency_penalty: Annotated[float, Within("in [-2, 2]", ge=-2.0, le=2.0, asked="")] = 0.0
+    repetition_penalty: Annotated[float, Within("in (0, 100]", gt=0.0, le=100.0, asked="")] = 1.0
     logit_bias: dict[int, float] | None = None
     bad_words: tuple[str, ...] = ()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()  # filled in by the front end from bad_words

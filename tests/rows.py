@@ -33,7 +33,7 @@ ROWS = {
     "P7": "load balancing of experts, and what it needs",
     "P8": "where experts are placed: linear, or round robin",
     "P9": "how tokens get to their experts: six exchanges by one registry",
-    "P10": "ranks that load weights at a time",
+    "P10": "ranks that load weights at a time, of an engine and of a node",
     "P11": "the plain all-reduce in place of the fast one",
     "P12": "steps in micro-batches that overlap, above thresholds",
     "P13": "over what engines synchronise",
@@ -49,7 +49,7 @@ ROWS = {
     "P23": "sequence parallel experts: no token is computed twice",
     "P24": "a hash of what shapes the computation; ranks that differ are refused by field",
     "P25": "agreement of engines: who isn't done, and the least KV memory",
-    "P26": "ranks that an outer launcher starts",
+    "P26": "ranks that an outer launcher starts, of one engine or several; what it starts again goes on",
     "P27": "steps planned ahead",
     "X1": "one rank in the same process, nothing serialised",
     "X2": "a process for each rank, on one node or several",
@@ -94,6 +94,13 @@ ROWS = {
 }
 
 NOT_YET: set[str] = set()  # rows that nothing does
+OTHERWISE = {  # than in vLLM: what takes the place of a part of a row, and the decision that says why
+    "P1": ("keys stay where they live, and no zigzag is needed", 53),
+    "P5": ("pods of one engine relay to the first one's server", 57),
+    "P13": ("engines that share nothing never meet, lanes have one plan", 17),
+    "P25": ("who must agree is one engine; a rank always says bytes", 69),
+    "X4": ("a plan says nothing that some stage could be spared, and all get the same", 59),
+}
 
 
 def row_key(row: str) -> tuple[int, int]:
@@ -131,14 +138,24 @@ def page() -> str:
         "# Row by row", "",
         "What the parallel layer does, in the words of its options, and the tests that show each. This page is made",
         "from markers in the tests (`python -m tests.rows --write`); `pytest tests/pure/test_rows.py` fails where it",
-        "isn't current, and where a row has no test.",
+        "isn't current, and where a row has no test. Where something else takes the place of what vLLM does, the row",
+        "says what, and the decision why nothing is lost.",
     ]  # fmt: skip
     for letter, title in PARTS.items():
         lines += ["", f"## {letter}. {title}", "", "| row | | shown by |", "|---|---|---|"]
         for row in sorted((row for row in ROWS if row[0] == letter), key=row_key):
             by = "<br>".join(f"`{test.removeprefix('tests/')}`" for test in tests.get(row, ())) or "**no test**"
-            lines.append(f"| {row} | {ROWS[row]} | {by} |")
+            lines.append(f"| {row} | {ROWS[row]}{_otherwise(row)} | {by} |")
     return "\n".join(lines) + "\n"
+
+
+def _otherwise(row: str) -> str:
+    """Raises ValueError where there is no such decision."""
+    if row not in OTHERWISE:
+        return ""
+    words, number = OTHERWISE[row]
+    (decision,) = (PAGE.parent / "adr").glob(f"{number:04}-*.md")
+    return f". Otherwise than in vLLM: {words} ([why](adr/{decision.name}))"
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ from planaria.models.common import DTYPES
 from planaria.models.config import Foreign, ModelConfig, RopeConfig
 from planaria.models.fields import refuse, size, token_ids
 
-IMPLEMENTATIONS = ("auto", "planaria", "transformers")
 PROGRAM = "planaria.hf.look"
 PATIENCE = 300.0  # seconds that it may take
 OLDEST = 5  # version of Transformers

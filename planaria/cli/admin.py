@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import http.client
-import ipaddress
 import ssl
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
+from planaria.config.secret import is_loopback
 from planaria.env import admin_key
 from planaria.errors import ConfigError, PlanariaError, UserError
 from planaria.processes import titled_processes
@@ -30,10 +30,7 @@ class AdminAddress(NamedTuple):
     @property
     def local(self) -> bool:
         """Is it on this machine's loopback, where nobody is in between?"""
-        try:
-            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
 
     def __str__(self) -> str:
         return f"{self.host} port {self.port}"

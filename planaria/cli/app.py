@@ -31,7 +31,7 @@ app.add_typer(bench_app, name="bench")
 models_app = typer.Typer(rich_markup_mode=None, cls=ModelsGroup)
 app.add_typer(models_app, name="models")
 
-Model = Annotated[
+ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, a .gguf file, a hub id, or the alias smollm2.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="For machines: JSON on standard output.")]
@@ -103,7 +103,7 @@ def serve(
 @engine_command
 @body("generate")
 def generate(
-    model: Model,
+    model: ModelArgument,
     prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Text to complete.")] = None,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="The same; may be repeated.")] = None,
     prompt_token_ids: Annotated[
@@ -183,7 +183,7 @@ def models(context: typer.Context, as_json: Json = False) -> None:
 
 @models_app.command("show", cls=PlainCommand)
 @body("model_report")
-def models_show(model: Model, as_json: Json = False) -> None:
+def models_show(model: ModelArgument, as_json: Json = False) -> None:
     """What MODEL is, what becomes of its weights, what it takes and what won't work; `planaria models MODEL` is short
     for it. Nothing is loaded."""
 
@@ -278,7 +278,7 @@ def experts(
 @app.command(cls=EngineCommand)
 @engine_command
 @body("demo")
-def demo(model: Model = "smollm2") -> None:
+def demo(model: ModelArgument = "smollm2") -> None:
     """Start a server, ask it a question through the OpenAI API, print the answer and its speed, stop the server."""
 
 
@@ -291,7 +291,7 @@ Repeat = Annotated[int, typer.Option(min=1, help="Repetitions; medians are print
 @engine_command
 @body("bench:latency")
 def bench_latency(
-    model: Model,
+    model: ModelArgument,
     input_len: InputLen = 128,
     output_len: OutputLen = 128,
     repeat: Repeat = 3,
@@ -304,7 +304,7 @@ def bench_latency(
 @engine_command
 @body("bench:throughput")
 def bench_throughput(
-    model: Model,
+    model: ModelArgument,
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests, all at once.")] = 32,
     input_len: InputLen = 128,
     output_len: OutputLen = 128,

@@ -20,7 +20,7 @@ from typing import Any
 
 from planaria.cli.bench import percentile, show, spread
 from planaria.cli.look import console, generating
-from planaria.cli.traces import Prompts, Trace, TracedRequest, read_trace
+from planaria.cli.traces import Trace, TracedRequest, TracePrompts, read_trace
 from planaria.errors import EngineDead
 
 SILENCE_LIMIT = 600.0  # seconds without a byte after which a request counts as failed
@@ -55,7 +55,7 @@ def run(
     base_url = base_url.rstrip("/").removesuffix("/v1")
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     name = model or served_model(base_url, headers)
-    prompts = Prompts(work.block_len, seed, *IDS)
+    prompts = TracePrompts(work.block_len, seed, *IDS)
     planned = [(a.at, body(name, prompts.tokens(a), a.output_len)) for a in work.arrivals]
     with generating(len(planned), show=not as_json) as progress:
         samples, took = asyncio.run(drive(base_url, headers, planned, concurrency, progress))

@@ -21,13 +21,13 @@ from planaria.logs import held
 from planaria.types import SamplingParams
 
 Messages = list[dict[str, Any]]
-Ask = Callable[[Messages], AsyncIterator[tuple[str, int]]]  # pieces of an answer's text, and how many tokens each is
+Asking = Callable[[Messages], AsyncIterator[tuple[str, int]]]  # pieces of an answer's text, and how many tokens each is
 
 COMMANDS = "/reset forgets the conversation, /system TEXT changes the system message, /exit or Ctrl-D ends it"
 SILENCE = 600.0  # seconds a server may take for the next piece
 
 
-def local(llm: Any, params: SamplingParams) -> Ask:
+def local(llm: Any, params: SamplingParams) -> Asking:
     async def ask(messages: Messages) -> AsyncIterator[tuple[str, int]]:
         ids = llm.tokenizer.encode(llm.chat_prompt(messages), add_special_tokens=False)
         async for piece in llm.generate(ids, params):
@@ -38,7 +38,7 @@ def local(llm: Any, params: SamplingParams) -> Ask:
     return ask
 
 
-def remote(url: str, model: str | None, key: str | None, given: dict[str, Any]) -> Ask:
+def remote(url: str, model: str | None, key: str | None, given: dict[str, Any]) -> Asking:
     """Through a server. given: fields of its requests."""
     server = server_of(url)
     host = f"[{server.host}]" if ":" in server.host else server.host
@@ -114,7 +114,7 @@ def run(
         _converse(local(llm, msgspec.structs.replace(llm.get_default_sampling_params(), **kept)), messages)
 
 
-def _converse(ask: Ask, messages: Messages) -> None:
+def _converse(ask: Asking, messages: Messages) -> None:
     """Until its user ends it."""
     interactive = sys.stdin.isatty()
     if interactive:

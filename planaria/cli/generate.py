@@ -42,7 +42,8 @@ def run(
 ) -> None:  # fmt: skip
     """Exit code 1 when a request ended with an error. Of several answers each says what it is one to.
 
-    Under an outer launcher every process comes here; the one with RANK 0 prints.
+    Under an outer launcher every process comes here; the one with RANK 0 prints. Of several engines each has a part of
+    the prompts, which the first of its processes prints.
     """
     params = SamplingParams(detokenize=not skip_tokenizer_init, **sampling)
     texts = [*(prompts or ()), *(prompt or ()), *read_prompts(prompt_file)]
@@ -60,14 +61,16 @@ def run(
     prints = outer is None or outer.rank == 0
     shown = prints and not as_json
     with started("LLM", model, bar=prints, show=shown, skip_tokenizer_init=skip_tokenizer_init, **engine) as llm:
-        facts, since = llm.facts, time.perf_counter()
-        with generating(len(batch), show=shown) as progress:
-            outputs = llm.generate(batch, params, on_tokens=progress)
+        facts, since, own = llm.facts, time.perf_counter(), llm.config.parallel.outer
+        numbers = range(len(batch)) if own is None else range(own.replica, len(batch), own.replicas)
+        prints = own is None or own.own_prompts or own.rank == 0
+        with generating(len(numbers), show=shown) as progress:
+            outputs = llm.generate([batch[number] for number in numbers], params, on_tokens=progress)
         seconds = time.perf_counter() - since
     failed = any(choice.finish_reason == "error" for output in outputs for choice in output.outputs)
     count = 0
     several = len(batch) * params.n > 1
-    for index, output in enumerate(outputs if prints else []):
+    for index, output in zip(numbers, outputs, strict=True) if prints else ():
         for choice in output.outputs:
             count += len(choice.token_ids)
             if as_json:

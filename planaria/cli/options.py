@@ -41,7 +41,7 @@ def engine_command(function: Callable[..., None], *, agents: bool = True, serves
     def command(**values: Any) -> None:
         parts = {part: {p.name: _listed(values.pop(p.name)) for p in found} for part, found in added.items()}
         engine = parts["engine"]
-        pod = engine["enable_expert_parallel"] and (engine["data_parallel_rank"] or engine["data_parallel_start_rank"])
+        pod = engine["data_parallel_rank"] or engine["data_parallel_start_rank"]
         if agents and (engine["headless"] or pod or (engine["nnodes"] > 1 and engine["node_rank"] > 0)):
             model = values["model"]
             if isinstance(model, list):
@@ -77,9 +77,10 @@ def _listed(value: Any) -> Any:
 
 def _be_agent(model: str, engine: dict[str, Any], log_level: str | None, server: dict[str, Any] | None = None) -> None:
     """On every node but the first, a command runs this node's ranks for the first one's, and where each has a front
-    end, that. Returns where processes of an outer launcher are ranks themselves, or all nodes are this one."""
-    from planaria.config.data_parallel import of_pods
-    from planaria.config.resolve import resolve
+    end, that. Returns where processes of an outer launcher are ranks themselves, all nodes are this one, or a server
+    behind an outside balancer has engines of its own."""
+    from planaria.config.data_parallel import behind_balancer
+    from planaria.config.resolve import has_slices, resolve
     from planaria.logs import setup_logging
 
     if log_level is not None:
@@ -87,11 +88,13 @@ def _be_agent(model: str, engine: dict[str, Any], log_level: str | None, server:
     if not model:
         raise ConfigError("--model", "", "is needed on every node but the first")
     options = engine_options(model, engine)
+    if behind_balancer(options) and not (options.enable_expert_parallel or has_slices(options)):
+        return
     config = resolve(options)
     if config.parallel.over_nodes:
         from planaria.build import run_agent
 
-        if server is not None and of_pods(options):
+        if server is not None and behind_balancer(options):
             from planaria.server.relay import Relay
 
             Relay(ServerConfig(model=model, **server), config.parallel.master_addr).start()

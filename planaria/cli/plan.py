@@ -15,7 +15,6 @@ import typer
 
 from planaria.cli.look import write_json
 from planaria.cli.options import engine_options
-from planaria.config.data_parallel import may_slice
 from planaria.config.experts import expert_map
 from planaria.config.machine import Machine, accelerator_ids, look, served, usable_cores, usable_platform
 from planaria.config.options import EngineOptions, ParallelConfig
@@ -271,13 +270,9 @@ def _parallel(options: EngineOptions, machine: Machine, device: str) -> tuple[Pa
 
 
 def _slices(options: EngineOptions) -> bool:
-    """Have data-parallel ranks slices of experts, where a model is named?"""
-    if not options.model or not may_slice(options):
-        return False
-    from planaria.checkpoint.resolve import Hub, shape_of
     from planaria.config.resolve import has_slices
 
-    return has_slices(shape_of(options.model, Hub(options.revision, options.download_dir)), options.model_impl)
+    return has_slices(options)
 
 
 def _warnings(notes: Sequence[tuple[int, str]]) -> tuple[str, ...]:

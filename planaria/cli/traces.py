@@ -164,7 +164,7 @@ def _block_len(path: Path, found: list[tuple[int, TracedRequest]]) -> int:
     return power if power <= high else low
 
 
-class Prompts:
+class TracePrompts:
     """Made-up prompts of a trace: token ids from `lowest` up to, not including, `highest`."""
 
     def __init__(self, block_len: int, seed: int, lowest: int, highest: int) -> None:

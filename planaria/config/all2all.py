@@ -91,8 +91,19 @@ def check_shapes(name: str, shapes: ExpertShapes, ranks: int, redundant: int) ->
     if way.sizes and shapes.hidden_size not in way.sizes:
         sizes = ", ".join(map(str, way.sizes))
         _refuse(name, f"has kernels for hidden sizes {sizes}, and the model's is {shapes.hidden_size}")
-    if way.whole_nodes and ranks not in (2, 4) and ranks % NODE_RANKS:
+    if not _takes(way, ranks):
         _refuse(name, f"is for 2 or 4 ranks, or whole nodes of {NODE_RANKS}, and there are {ranks}")
+
+
+def _takes(way: Exchange, ranks: int) -> bool:
+    return not way.whole_nodes or ranks in (2, 4) or ranks % NODE_RANKS == 0
+
+
+def way_of(name: str, slots: int, ranks: int) -> str:
+    """The way of a layout in force, that may have other ranks than were asked for: the default where a library has none
+    for so many. slots: of a layer's experts."""
+    way = EXCHANGES[name]
+    return DEFAULT if way.library and (slots % ranks or not _takes(way, ranks)) else name
 
 
 def _refuse(name: str, rule: str, fix: str = "") -> None:

@@ -25,9 +25,9 @@ RPC_PORT = 29550  # where nodes meet that were given an address only
 
 def may_slice(options: EngineOptions, *, programs: bool = False) -> bool:
     """Would data-parallel ranks have a slice of each expert, if the model has experts? Not where they have whole ones,
-    are engines of two kinds, or of servers behind an outside balancer. programs: are these ranks the user's?"""
-    several, outside = options.data_parallel_size > 1 or programs, any(_outside(options)) and not options.headless
-    return several and not (options.enable_expert_parallel or options.prefill_engines or outside)
+    or are engines of two kinds. programs: are these ranks the user's?"""
+    several = options.data_parallel_size > 1 or programs
+    return several and not (options.enable_expert_parallel or options.prefill_engines)
 
 
 def data_parallel_fields(options: EngineOptions, lanes: bool) -> dict[str, Any]:
@@ -70,8 +70,8 @@ def on_nodes(options: EngineOptions, lanes: bool) -> EngineOptions:
     in vLLM's words: --data-parallel-address and --data-parallel-rpc-port for where nodes meet, fewer local engines
     than there are, and on nodes without a server --headless with --data-parallel-start-rank. lanes: see
     `data_parallel_fields`. Raises ConfigError."""
-    _numbers(options, lanes)
-    if of_pods(options):
+    _numbers(options)
+    if lanes and behind_balancer(options):
         return _pods(options)
     _meeting_place(options)
     size, local, nnodes = options.data_parallel_size, options.data_parallel_size_local, options.nnodes
@@ -109,9 +109,9 @@ def on_nodes(options: EngineOptions, lanes: bool) -> EngineOptions:
     return replaced
 
 
-def of_pods(options: EngineOptions) -> bool:
-    """Are data-parallel ranks lanes of one engine, with a front end for each, or for each node's?"""
-    return options.enable_expert_parallel and not options.headless and any(_outside(options))
+def behind_balancer(options: EngineOptions) -> bool:
+    """Is there a front end for each data-parallel rank, or for each node's?"""
+    return not options.headless and any(_outside(options))
 
 
 def _pods(options: EngineOptions) -> EngineOptions:
@@ -122,8 +122,9 @@ def _pods(options: EngineOptions) -> EngineOptions:
     if options.nnodes > 1:
         _one_server(options, external, hybrid)
     if options.data_parallel_address is None:
-        rule = "pods of one engine (--enable-expert-parallel) meet at the first one's address, which isn't said"
-        raise ConfigError(_EXTERNAL if external else _HYBRID, True, rule, f"add {_ADDRESS}")
+        rule = "pods share the model's experts, and meet at the first one's address, which isn't said"
+        fix = f"add {_ADDRESS}, or leave {_SIZE} out for servers with all experts each"
+        raise ConfigError(_EXTERNAL if external else _HYBRID, True, rule, fix)
     size, start = options.data_parallel_size, options.data_parallel_rank or options.data_parallel_start_rank or 0
     local = 1 if external else options.data_parallel_size_local or size
     _even(size, local, start)
@@ -194,17 +195,13 @@ def _lanes_of_a_node(size: int, local: int | None, nnodes: int) -> None:
         raise ConfigError(_LOCAL, local, rule, fix)
 
 
-def _numbers(options: EngineOptions, lanes: bool) -> None:
+def _numbers(options: EngineOptions) -> None:
     size, local = options.data_parallel_size, options.data_parallel_size_local
     if local is not None and not 0 <= local <= size:
         raise ConfigError(_LOCAL, local, f"must be 0 to {_SIZE} ({size})", "give the engines of one node")
     for option, rank in ((_RANK, options.data_parallel_rank), (_START, options.data_parallel_start_rank)):
         if rank is not None and not 0 <= rank < size:
             raise ConfigError(option, rank, f"must be 0 to {size - 1} with {_SIZE} {size}", "count engines from 0")
-    if size > 1 and options.distributed_executor_backend == "external_launcher" and not lanes:
-        raise ConfigError(
-            _SIZE, size, "the outer launcher starts ranks of one engine", "start it once for each share of the prompts"
-        )
 
 
 def _balancing(options: EngineOptions, external: bool, hybrid: bool) -> None:

@@ -1,7 +1,6 @@
 """The rules of expert options: who has which experts, how tokens reach them, how load is balanced. Pure.
 
-`expert_fields` looks at what needs no model, `resolve_experts` at the rest, when the model is known. What the engine
-can't do yet is refused by `not_yet`, and nowhere else.
+`expert_fields` looks at what needs no model, `resolve_experts` at the rest, when the model is known.
 """
 
 from __future__ import annotations
@@ -110,8 +109,7 @@ def resolve_experts(
             config = msgspec.structs.replace(config, expert_placement_strategy="linear")
             notes.append((logging.WARNING, f"{_PLACEMENT} linear is used: {why}"))
     if shapes is not None and config.data_parallel_size > 1:  # engines; lanes are no longer counted there
-        line = f"{config.data_parallel_size} engines have all experts each; {_EP} deals them to the ranks of all"
-        notes.append((logging.WARNING, line))
+        notes.append((logging.INFO, f"each of {config.data_parallel_size} engines of two kinds has all experts"))
     if config.slices_experts:
         ranks = config.layout.expert_ranks
         line = f"each of {ranks} ranks has a slice of every expert; {_EP} deals them whole"
@@ -123,7 +121,6 @@ def resolve_experts(
         check_library(config.all2all_backend, device, libraries)
     if shapes is not None and exchanged:
         check_shapes(config.all2all_backend, shapes, config.expert_parallel_size, redundant)
-    not_yet(config)
     return config, notes
 
 
@@ -161,13 +158,6 @@ def expert_map(config: ModelConfig, parallel: ParallelConfig, ranks: int) -> Exp
     """Where whole experts are over the `ranks` of an expert group, at the start; None: they are sliced by columns."""
     if config.moe is None or not parallel.enable_expert_parallel:
         return None
-    redundant = parallel.eplb_config.num_redundant_experts if parallel.enable_eplb else 0
-    return ExpertMap.placed(parallel.expert_placement_strategy, config.moe.num_experts, ranks, redundant)
-
-
-def not_yet(config: ParallelConfig) -> None:
-    """Raises ConfigError for what is checked and placed but not run by this version. Whoever adds it takes it out."""
-    backend = config.all2all_backend
-    if config.enable_expert_parallel and EXCHANGES[backend].library:
-        what = "ranks that exchange tokens by that library (its adapter was not run on hardware)"
-        raise ConfigError(_ALL2ALL, backend, f"this version has no {what} yet", f"use {DEFAULT}")
+    experts = config.moe.num_experts
+    redundant = parallel.expert_slots(experts) - experts
+    return ExpertMap.placed(parallel.expert_placement_strategy, experts, ranks, redundant)

@@ -692,6 +692,10 @@ class ParallelConfig(ParallelOptions, frozen=True, kw_only=True):
         ranks = self.tensor_parallel_size * self.prefill_context_parallel_size * self.data_parallel_size * self.lanes
         return ranks if self.enable_expert_parallel else 1
 
+    def expert_slots(self, num_experts: int) -> int:
+        """Of a layer, redundant ones included."""
+        return num_experts + (self.eplb_config.num_redundant_experts if self.enable_eplb else 0)
+
     @property
     def shares_experts(self) -> bool:
         """Are data-parallel ranks lanes of one engine, also where there is one? Experts are dealt to their ranks, whole

@@ -38,7 +38,7 @@ def resolve_parallel(
     Raises ConfigError."""
     check(options)
     shares = options.enable_expert_parallel or slices
-    options, machine = _programs(options, machine, shares)
+    options, machine = _replicas(*_programs(options, machine, shares), shares)
     options = on_nodes(options, shares)
     _numbers(options)
     engines = data_parallel_fields(options, shares)
@@ -52,13 +52,14 @@ def resolve_parallel(
         "ray_runtime_env": _runtime_env(options.ray_runtime_env),
         "placement_group_local_ranks": _list(_LOCAL_RANKS, options.placement_group_local_ranks, _LOCAL_RANKS_FIX),
         "outer": machine.outer,
+        "data_parallel_index": machine.outer.replica if machine.outer is not None else 0,
         "cp_kv_cache_interleave_size": _interleave(options),
         "slices_experts": slices,
         **engines,
         **expert_fields(options),
     })  # fmt: skip
     _context(config)
-    _shares(config, options, device)
+    _shares(config, device)
     config = _with_lanes(config)
     _nodes(config)
     _ray(config, machine)
@@ -102,15 +103,14 @@ def _context(config: ParallelConfig) -> None:
         )  # fmt: skip
 
 
-def _shares(config: ParallelConfig, options: EngineOptions, device: str) -> None:
+def _shares(config: ParallelConfig, device: str) -> None:
     """Where there are several prefill context ranks. Raises ConfigError for what these can't have."""
     option, size, what = "--prefill-context-parallel-size", config.prefill_context_parallel_size, "context parallel"
     if size > 1 and device != "cpu":
         why = f"{what} of prefill is for the kernels for CPUs, and the device is {device}"
         raise ConfigError(option, size, why, "use --decode-context-parallel-size for long contexts")
-    given = "--kv-transfer-config" if options.kv_transfer_config is not None else ""
-    if size > 1 and (given := given or "--prefill-engines" * config.splits_prefill):
-        why = f"{what} of prefill deals a block to more ranks than who takes it over ({given}) asks"
+    if size > 1 and config.splits_prefill:
+        why = f"{what} of prefill deals a block to more ranks than who takes it over (--prefill-engines) asks"
         raise ConfigError(option, size, why, "leave one of the two out")
 
 
@@ -373,6 +373,23 @@ def _programs(options: EngineOptions, machine: Machine, shares: bool) -> tuple[E
         options, data_parallel_size=replica.size, distributed_executor_backend="external_launcher"
     )
     return options, msgspec.structs.replace(machine, outer=replica.programs(), data_parallel=None)
+
+
+def _replicas(options: EngineOptions, machine: Machine, shares: bool) -> tuple[EngineOptions, Machine]:
+    """Where an outer launcher starts the ranks of several engines that share no experts: as one of these, which is this
+    process's. Raises ConfigError."""
+    size, outer = options.data_parallel_size, machine.outer
+    if options.distributed_executor_backend != "external_launcher" or size == 1 or shares or outer is None:
+        return options, machine
+    ranks = options.tensor_parallel_size * options.pipeline_parallel_size * options.prefill_context_parallel_size
+    if outer.world_size != ranks * size or outer.rank >= outer.world_size:
+        raise ConfigError(
+            _BACKEND, "external_launcher",
+            f"RANK is {outer.rank} and WORLD_SIZE {outer.world_size}, and -dp {size} engines of {ranks} ranks are "
+            f"{ranks * size}", f"start it with torchrun --nproc-per-node {ranks * size} -m planaria ...",
+        )  # fmt: skip
+    machine = msgspec.structs.replace(machine, outer=outer.divided(size))
+    return msgspec.structs.replace(options, data_parallel_size=1), machine
 
 
 def _refuse_synchronization(config: ParallelConfig, options: EngineOptions) -> None:

@@ -11,7 +11,7 @@ import msgspec
 from planaria.checkpoint import Checkpoint, resolve_checkpoint
 from planaria.checkpoint.foreign import model_of
 from planaria.checkpoint.generation import generation_config, sampling_defaults
-from planaria.checkpoint.resolve import Hub, template_of, with_tokenizer
+from planaria.checkpoint.resolve import Hub, shape_of, template_of, with_tokenizer
 from planaria.checkpoint.shared import SharedWeights, tensors_for
 from planaria.config.data_parallel import may_slice
 from planaria.config.declared import check, picked
@@ -229,9 +229,14 @@ def _checkpoint(options: EngineOptions) -> Checkpoint:
     return found
 
 
-def has_slices(checkpoint: Checkpoint, model_impl: str) -> bool:
-    """Are there experts to have slices of? Raises ConfigError, ModelError."""
-    model = model_of(checkpoint, model_impl)
+def has_slices(options: EngineOptions, checkpoint: Checkpoint | None = None) -> bool:
+    """Have data-parallel ranks a slice of each expert? Where that depends on the model its configuration is read,
+    unless it is given. Raises ConfigError, ModelError."""
+    if checkpoint is None:
+        if not (options.model and may_slice(options)):
+            return False
+        checkpoint = shape_of(options.model, Hub(options.revision, options.download_dir))
+    model = model_of(checkpoint, options.model_impl)
     return model.moe is not None and model.foreign is None
 
 
@@ -277,7 +282,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         logger.warning("--gpu-memory-utilization has no effect without a GPU: --kv-cache-memory says what KV takes")
     machine = look(options.distributed_executor_backend)
     checkpoint = _checkpoint(options) if may_slice(options, programs=machine.data_parallel is not None) else None
-    slices = checkpoint is not None and has_slices(checkpoint, options.model_impl)
+    slices = checkpoint is not None and has_slices(options, checkpoint)
     parallel, notes = resolve_parallel(options, machine, device_name, slices=slices)
     backend = parallel.distributed_executor_backend
     if backend != "uni" and (why := no_processes()):

@@ -4,8 +4,8 @@ Being in a step that a fault ended only raises suspicion; a token that a request
 that were in two faults without a token between them are run alone, one at a time, until each got one. A request is
 convicted when its worker died twice with it alone, or at once when it came with that history.
 
-Where several servers use an engine each keeps the account of its own suspects; `Turns` are what makes "alone" true: in
-one server's turn all others have let go of what they had in the engine. They come in the order they were asked for.
+Where several servers use an engine each keeps the account of its own suspects; `ExclusiveUses` are what makes "alone"
+true: in one server's all others have let go of what they had in the engine. They come in the order they were asked for.
 Servers are numbers.
 """
 
@@ -55,19 +55,19 @@ class Quarantine:
         return self.running
 
 
-class Turn(msgspec.Struct, frozen=True):
-    """serial: number of the turn; server: whose it is; free: nobody else has anything in the engine."""
+class ExclusiveUse(msgspec.Struct, frozen=True):
+    """serial: its number; server: whose it is; free: nobody else has anything in the engine."""
 
     serial: int
     server: int
     free: bool = False
 
 
-class Turns:
-    """Whose turn it is to run a sequence alone in one engine."""
+class ExclusiveUses:
+    """Which server may run a sequence alone in one engine, one after the other."""
 
     def __init__(self) -> None:
-        self.now: Turn | None = None
+        self.now: ExclusiveUse | None = None
         self._serial = 0
         self._waiting: list[int] = []
         self._owing: set[int] = set()  # who has not let go yet
@@ -82,13 +82,13 @@ class Turns:
                 self._next(servers)
 
     def let_go(self, server: int, serial: int) -> None:
-        """A server has nothing in the engine any more, and sends nothing until the turn is over."""
+        """A server has nothing in the engine any more, and sends nothing until that use is over."""
         if self.now is not None and self.now.serial == serial:
             self._owing.discard(server)
             self._look()
 
     def left(self, server: int, servers: list[int]) -> None:
-        """A server wants no turn, or has ended. servers: that there are."""
+        """A server wants none, or has ended. servers: that there are."""
         if server in self._waiting:
             self._waiting.remove(server)
         if self.now is None:
@@ -105,7 +105,7 @@ class Turns:
             self._serial += 1
             server = self._waiting.pop(0)
             self._owing = {other for other in servers if other != server}
-            self.now = Turn(self._serial, server)
+            self.now = ExclusiveUse(self._serial, server)
             self._look()
 
     def _look(self) -> None:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 LEASE = 30.0  # seconds that blocks are held for who comes for them
 
-Memory = tuple[int, int, int]  # see KVLease
 
 
 class Fetch:
@@ -66,7 +65,7 @@ class Fetch:
 class Lender:
     """Of a lane with the KV `number`, in this memory of the node."""
 
-    def __init__(self, lane: Lane, number: int, memory: Memory) -> None:
+    def __init__(self, lane: Lane, number: int, memory: tuple[int, int, int]) -> None:
         self.lane, self.number, self.memory = lane, number, memory
         self.leases: dict[int, tuple[list[int], float]] = {}  # blocks and deadline, the oldest first
         self.ids = self.expired = self.taken_back = 0
@@ -142,7 +141,7 @@ class Offers:
         return tuple(found)
 
 
-def lend_from(lanes: Iterable[Lane], number: int, memory: Memory) -> None:
+def lend_from(lanes: Iterable[Lane], number: int, memory: tuple[int, int, int]) -> None:
     """Other engines can read this one's KV, which is in `memory`. What was lent of the same KV stays so."""
     for lane in lanes:
         if lane.lender is None or lane.lender.number != number:

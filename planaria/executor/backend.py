@@ -7,8 +7,9 @@ from typing import Protocol, runtime_checkable
 
 from planaria.executor.boot import RankBoot
 from planaria.executor.link.address import Address
+from planaria.executor.reply_ledger import RankReply
 from planaria.hosts.host import Child, Place
-from planaria.protocol import Command, Reply
+from planaria.protocol import Command
 from planaria.topology import LaneGroup, Layout
 
 
@@ -95,7 +96,7 @@ class Link(Protocol):
 
     def send(self, number: int, command: Command) -> None: ...
 
-    def receive(self, timeout: float | None) -> tuple[int, int, Reply] | None: ...
+    def receive(self, timeout: float | None) -> RankReply | None: ...
 
     def address_of(self, rank: int) -> Address: ...
 

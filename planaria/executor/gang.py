@@ -26,13 +26,13 @@ from planaria.executor.kv import GangKV
 from planaria.executor.link.address import Inside
 from planaria.executor.link.faults import ConnectionLost, LinkError
 from planaria.executor.recovery import layout_name
-from planaria.executor.reply_ledger import ReplyLedger, Ticket
+from planaria.executor.reply_ledger import RankReply, ReplyLedger, Ticket
 from planaria.executor.startup import StartUp, parts_of
 from planaria.executor.transition import Transition
 from planaria.executor.watch import LostRanks, System, Watch
 from planaria.hosts.host import Place
 from planaria.node import Memories, home
-from planaria.protocol import Command, Exit, Failed, Hello, Join, Regroup, Reply
+from planaria.protocol import Command, Exit, Failed, Hello, Join, Regroup
 from planaria.topology import Infeasible, Layout
 from planaria.topology.experts import ExpertMap
 from planaria.wire import FromEngine, Travel
@@ -268,7 +268,7 @@ class Gang:
         answer = self._answer(deadline)
         return None if answer is None else self.ledger.on_reply(*answer)
 
-    def _answer(self, deadline: float | None) -> tuple[int, int, Reply] | None:
+    def _answer(self, deadline: float | None) -> RankReply | None:
         assert self.link is not None
         while True:
             left = LOOK if deadline is None else min(LOOK, max(0.0, deadline - self.clock()))

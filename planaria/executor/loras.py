@@ -20,7 +20,7 @@ from planaria.wire import LoadLora, Submit, UnloadLora
 STEP_BYTES = 8 << 20  # of an adapter between two steps; a part more than that goes alone
 HOLD = 30.0  # seconds that a request waits for an adapter which the engine hasn't got yet
 
-Part = tuple[LoraModule, ...]
+Modules = tuple[LoraModule, ...]
 
 
 class LoraStore:
@@ -30,8 +30,8 @@ class LoraStore:
         self.gang, self.clock = gang, clock
         # adapters that stay when they were unloaded and nobody has them
         self.most = config.lora.max_cpu_loras if config.lora is not None else 0
-        self.parts: dict[str, dict[int, Part]] = {}  # by digest, of those that are still coming
-        self.complete: dict[str, list[Part]] = {}
+        self.parts: dict[str, dict[int, Modules]] = {}  # by digest, of those that are still coming
+        self.complete: dict[str, list[Modules]] = {}
         self.unloaded: dict[str, None] = {}  # the longest first; but requests may have them
         self.held: dict[str, tuple[float, Submit]] = {}  # by request: since when
         # seconds, added up over looks: while this process was stopped nothing could come

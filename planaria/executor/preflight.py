@@ -8,7 +8,6 @@ have looked. Rule: each problem is one line that names what was found, what is n
 from __future__ import annotations
 
 import errno
-import ipaddress
 import mmap
 import os
 import resource
@@ -19,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+from planaria.config.secret import is_loopback
 from planaria.executor.link import futex
 from planaria.protocol import Hello
 
@@ -143,7 +143,7 @@ def unreachable(own: Hello, members: Sequence[Hello], failed: Mapping[int, str])
     rank, why = next(iter(failed.items()))
     other = members[rank]
     more = f" (nor {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
-    if _is_loopback(other.address):
+    if is_loopback(other.address):
         fix = "no other node reaches a loopback address: set $PLANARIA_HOST_IP there to the one that others know it by"
     else:
         fix = "let nodes reach one another at every port, or set $PLANARIA_HOST_IP there to an address that they reach"
@@ -184,10 +184,3 @@ def _memory_file(size: int) -> str:
     finally:
         os.close(fd)
     return ""
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

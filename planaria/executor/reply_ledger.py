@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 from planaria.protocol import Command, Failed, Reply
 
+RankReply = tuple[int, int, Reply]  # rank, ticket number, reply
+
 
 @dataclass
 class Ticket:

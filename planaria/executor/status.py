@@ -100,7 +100,7 @@ class Reports:
     def _tell(self, resident: dict[int, int]) -> None:
         gang, state = self.gang, "busy" if self.busy() else "idle"
         spares = gang.launcher.spare_pids()
-        found = census(gang.members, gang.layout, gang.epoch, gang.ledger.owing(), resident, state, spares)
+        found = process_rows(gang.members, gang.layout, gang.epoch, gang.ledger.owing(), resident, state, spares)
         self.emit(Processes(found))
 
 
@@ -109,7 +109,7 @@ def here(member: Hello) -> bool:
     return member.home == home()
 
 
-def census(
+def process_rows(
     members: Sequence[Hello], layout: Layout, epoch: int, busy: Sequence[int], resident: Mapping[int, int], state: str,
     spares: Sequence[int] = (),
 ) -> list[ProcessInfo]:  # fmt: skip

@@ -24,10 +24,10 @@ from planaria.hosts.device_memory import (
     LARGEST,
     MOST,
     Allocator,
-    Answered,
-    Asked,
     DropMemory,
     FindMemory,
+    KeeperAnswer,
+    KeeperRequest,
     ListMemory,
     MemoryFound,
     MemoryNames,
@@ -54,7 +54,7 @@ class DeviceKeeper:
         self._allocator = allocator
         self._held: dict[str, tuple[Any, int]] = {}
 
-    def answer(self, asked: Asked) -> tuple[Answered, int | None]:
+    def answer(self, asked: KeeperRequest) -> tuple[KeeperAnswer, int | None]:
         """And a descriptor to go with it, the caller's own."""
         try:
             match asked:
@@ -71,7 +71,7 @@ class DeviceKeeper:
         except OSError as e:
             return MemoryRefused(e.strerror or str(e)), None
 
-    def _take(self, asked: TakeMemory) -> tuple[Answered, int | None]:
+    def _take(self, asked: TakeMemory) -> tuple[KeeperAnswer, int | None]:
         name, size = asked.name, asked.size
         if new := name not in self._held:
             if not 0 < len(name) <= LONGEST or not name.endswith("/") or not 0 < size <= MOST:
@@ -86,7 +86,7 @@ class DeviceKeeper:
                 self._allocator.free(self._held.pop(name)[0])
             raise
 
-    def _found(self, name: str, *, new: bool) -> tuple[Answered, int | None]:
+    def _found(self, name: str, *, new: bool) -> tuple[KeeperAnswer, int | None]:
         handle, size = self._held[name]
         return MemoryFound(self._allocator.kind, size, new), self._allocator.export(handle)
 
@@ -146,7 +146,7 @@ def _answer(end: socket.socket, keeper: DeviceKeeper) -> None:
         return
     fd: int | None
     try:
-        answer, fd = keeper.answer(msgspec.msgpack.decode(data, type=Asked))
+        answer, fd = keeper.answer(msgspec.msgpack.decode(data, type=KeeperRequest))
     except msgspec.MsgspecError as e:
         answer, fd = MemoryRefused(f"not a question: {e}"), None
     try:

@@ -68,8 +68,8 @@ class MemoryRefused(msgspec.Struct, frozen=True, array_like=True, tag="refused")
     why: str
 
 
-Asked = TakeMemory | FindMemory | DropMemory | ListMemory
-Answered = MemoryFound | MemoryNames | MemoryRefused
+KeeperRequest = TakeMemory | FindMemory | DropMemory | ListMemory
+KeeperAnswer = MemoryFound | MemoryNames | MemoryRefused
 
 
 class Allocator(Protocol):
@@ -137,7 +137,7 @@ def allocator_of(kind: str, device: int) -> Allocator:
     return FileAllocator()
 
 
-def ask(address: str, asked: Asked, timeout: float = TIMEOUT) -> tuple[Answered, int | None]:
+def ask(address: str, asked: KeeperRequest, timeout: float = TIMEOUT) -> tuple[KeeperAnswer, int | None]:
     """A keeper's answer, and a descriptor where it found something: the caller's own. Raises OSError."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
         for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # a socket of Python's with a limit waits for no place
@@ -151,7 +151,7 @@ def ask(address: str, asked: Asked, timeout: float = TIMEOUT) -> tuple[Answered,
         except OSError as e:
             raise OSError(f"the keeper of the device's memory is gone: {e.strerror or e}") from None
     try:
-        answer = msgspec.msgpack.decode(data, type=Answered)
+        answer = msgspec.msgpack.decode(data, type=KeeperAnswer)
     except msgspec.MsgspecError:
         answer = MemoryRefused("the keeper of the device's memory has ended" if not data else "no keeper's answer")
     if isinstance(answer, MemoryFound) and fds:

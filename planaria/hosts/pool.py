@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from planaria.hosts.host import Child, Host, News, Place, Program, Slot
-from planaria.topology import Cluster, Infeasible, Layout, Node, Placement, place, shrink
-from planaria.topology import Slot as Seat
+from planaria.topology import Cluster, Infeasible, Layout, Node, Placement, RankSlot, place, shrink
 
 logger = logging.getLogger("planaria.hosts")
 
@@ -201,7 +200,7 @@ class Pool:
             return None
         alive = self.living()
         on: Counter[str] = Counter()
-        seats: dict[int, Seat] = {}
+        seats: dict[int, RankSlot] = {}
         for seat in sorted(self.placement.slots, key=lambda seat: (seat.rank not in alive, seat.rank)):
             seats[seat.rank] = seat._replace(device=on[seat.node])
             on[seat.node] += 1

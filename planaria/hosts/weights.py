@@ -42,7 +42,7 @@ HUGE = 2 << 20
 ALIGN = 64
 WINDOW = 256 << 20  # bytes that a writer maps at a time, at least
 AHEAD = 64 << 20  # bytes that are put into huge pages at a time
-LOCKS = 1 << 61  # a file's locks needn't be where it has bytes: of parts, and before them of the table
+LOCKS = 1 << 61  # a file's locks needn't be where it has bytes: of parts; before them of the table, after them of turns
 LOOK = 0.005  # seconds
 PATIENCE = 10.0  # seconds for the table, which is held for microseconds
 STALLED = 60.0  # seconds without progress after which who waits for a part reads it for itself
@@ -232,6 +232,24 @@ class WeightsMemory:
                 return None
             time.sleep(LOOK)
         return UnwrittenPart(descriptor, start, line, slot)
+
+    @contextlib.contextmanager
+    def turn(self, most: int | None, heard: Callable[[float], None]) -> Iterator[None]:
+        """Be one of at most so many processes of the node that read weights; None: of any number. Who ends has given
+        its turn up. heard: is called about once a second meanwhile."""
+        if most is None:
+            yield
+            return
+        descriptor, since = self._file.another(), 0.0
+        while not any(_lock(descriptor.number, fcntl.F_WRLCK, LOCKS + SLOTS + place) for place in range(most)):
+            if time.monotonic() - since > 1.0:
+                heard(0.0)
+                since = time.monotonic()
+            time.sleep(LOOK)
+        try:
+            yield
+        finally:
+            del descriptor  # and with it the lock
 
     def name(self, engine: int, rank: int, ranks: int, digest: bytes | None) -> None:
         """A rank of an engine of so many has this part from now on (None: none), and not that which it had."""

@@ -427,11 +427,11 @@ class TorchOps(Products, SharedTokens):
 
     def route(
         self, logits: Tensor, rule: MoEConfig, slots: Slots, correction: Tensor | None = None
-    ) -> mixture.Routing:  # fmt: skip
+    ) -> mixture.RoutedRows:  # fmt: skip
         return mixture.route(logits, rule, slots, correction, self.step.positions)
 
     def experts(
-        self, x: Tensor, routing: mixture.Routing, weights: SlotExperts, slots: Slots,
+        self, x: Tensor, routing: mixture.RoutedRows, weights: SlotExperts, slots: Slots,
         residual: Tensor | None = None, *, reduce: bool = False, kind: str = "silu",
     ) -> Tensor:  # fmt: skip
         y = mixture.experts(x, routing, weights.pairs, slots.held, lambda both: self.gated(both, kind))
@@ -439,12 +439,12 @@ class TorchOps(Products, SharedTokens):
             self.tp.all_reduce(self._shared(y))
         return y if residual is None else residual.add_(y)
 
-    def dispatch(self, x: Tensor, routing: mixture.Routing) -> tuple[Tensor, mixture.Routing]:
+    def dispatch(self, x: Tensor, routing: mixture.RoutedRows) -> tuple[Tensor, mixture.RoutedRows]:
         assert self.lanes is not None
         parts = [x.contiguous(), routing.slots.contiguous(), routing.weights.contiguous()]
         every = [part.new_empty(self.step.all_tokens, *part.shape[1:]) for part in parts]
         self.lanes.dispatch([self._shared(part) for part in parts], [self._shared(part) for part in every])
-        return every[0], mixture.Routing(every[1], every[2])
+        return every[0], mixture.RoutedRows(every[1], every[2])
 
     def combine(self, y: Tensor, residual: Tensor) -> Tensor:
         assert self.lanes is not None

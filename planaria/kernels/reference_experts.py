@@ -19,7 +19,7 @@ from planaria.models.config import MoEConfig
 
 
 @dataclass
-class Routing:
+class RoutedRows:
     """slots int64 [T, k] over all ranks, weights float32 [T, k]; a token's best expert first."""
 
     slots: Tensor
@@ -33,7 +33,7 @@ class Product(Protocol):
     bias: Tensor | None
 
 
-def route(logits: Tensor, rule: MoEConfig, slots: Slots, correction: Tensor | None, positions: Tensor) -> Routing:
+def route(logits: Tensor, rule: MoEConfig, slots: Slots, correction: Tensor | None, positions: Tensor) -> RoutedRows:
     """See `Ops.route`. positions int64 [T]: they choose among an expert's slots."""
     scores = logits.softmax(-1) if rule.scoring == "softmax" else logits.sigmoid()
     choice = scores if correction is None else scores + correction
@@ -51,7 +51,7 @@ def route(logits: Tensor, rule: MoEConfig, slots: Slots, correction: Tensor | No
         slots.load += torch.bincount(chosen.flatten().cpu(), minlength=len(slots.load)).numpy()
     table = torch.from_numpy(slots.table).to(logits.device, torch.int64)
     number = positions[:, None] % table[chosen, 0]
-    return Routing(table[chosen, 1 + number], weights * rule.scaling)
+    return RoutedRows(table[chosen, 1 + number], weights * rule.scaling)
 
 
 def first(values: Tensor, count: int) -> Tensor:
@@ -61,7 +61,7 @@ def first(values: Tensor, count: int) -> Tensor:
 
 
 def experts(
-    x: Tensor, routing: Routing, weights: Sequence[tuple[Product, Product]], held: range,
+    x: Tensor, routing: RoutedRows, weights: Sequence[tuple[Product, Product]], held: range,
     gated: Callable[[Tensor], Tensor],
 ) -> Tensor:  # fmt: skip
     """See `Ops.experts`: float32 [T, H]."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from planaria.kernels.ops import Ops
 from planaria.layers.decoder import Model
-from planaria.layers.weights import Packings, Progress, Source, WeightLoader
+from planaria.layers.weights import OnWeights, Packings, Source, WeightLoader
 from planaria.models.config import ModelConfig
 from planaria.models.shard import Shard
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def build(
-    config: ModelConfig, weights: Source, ops: Ops, *, quantization: str, progress: Progress | None = None,
+    config: ModelConfig, weights: Source, ops: Ops, *, quantization: str, progress: OnWeights | None = None,
     max_positions: int | None = None, shard: Shard | None = None, packings: Packings | None = None,
     kind: type[Model] = Model,
 ) -> Model:  # fmt: skip

@@ -22,7 +22,7 @@ from planaria.kernels.quant import dequantise, quantise
 from planaria.layers.rope import rope_tables
 from planaria.models.config import RopeConfig
 
-Progress = Callable[[int, int], None]  # (weights read, weights in all)
+OnWeights = Callable[[int, int], None]  # (weights read, weights in all)
 Array = npt.NDArray[Any]
 ROWS = 16  # a multiple of these is before each part of a product
 QUANTIZATIONS = ("keep", "none", "q8_0", "q4_1")
@@ -95,7 +95,7 @@ class WeightLoader:
         source: Source,
         ops: Ops | None,
         quantization: str,
-        progress: Progress | None = None,
+        progress: OnWeights | None = None,
         total: int = 0,
         packings: Packings | None = None,
     ) -> None:

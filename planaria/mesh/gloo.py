@@ -20,7 +20,7 @@ import numpy as np
 
 try:
     import torch
-    from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
+    from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroup, ProcessGroupGloo, Store, TCPStore
 except ImportError as e:
     why = 'ranks that share no memory meet by PyTorch\'s gloo, which is not here: pip install "planaria[torch]"'
     raise ImportError(f"{why} ({e})") from e
@@ -120,6 +120,18 @@ class GlooComm:
             late = "imed out" in str(e) or "imeout" in str(e)
             what = f"did not come within {self.deadline:g} s" if late else "is gone: its connection closed"
             raise CollectiveAborted(tuple(names) if len(names) == 1 else (), f"{who} {what}") from e
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """torch.distributed's, of these ranks, for libraries that ask for one."""
+        made = ProcessGroup(HashStore(), self.rank, self.size)
+        for device, kind, backend in self._backends():
+            made._register_backend(torch.device(device), kind, backend)
+            made._set_default_backend(kind)  # the last one
+        return made
+
+    def _backends(self) -> list[tuple[str, Any, Any]]:
+        return [("cpu", ProcessGroup.BackendType.GLOO, self._group)]
 
     def _carrier(self, x: torch.Tensor) -> Any:
         """The process group that takes x."""

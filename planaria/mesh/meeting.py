@@ -27,12 +27,12 @@ class OuterStore:
 
     def __init__(self, outer: OuterLauncher) -> None:
         """Raises CapacityError when there is no store."""
-        self.prefix = f"planaria/{outer.attempt}/{next(_engines)}/"
+        self.prefix = f"planaria/{outer.attempt}/{outer.replica}/{next(_engines)}/"
         where = outer.master_addr, outer.master_port
         if where not in _stores:
             host = resolve_host(outer.master_addr)
             try:
-                if outer.rank == 0 and not outer.serves_store:
+                if outer.rank == outer.replica == 0 and not outer.serves_store:
                     _stores[where], _ = open_store(host, outer.master_port, deadline=TIMEOUT)
                 else:
                     _stores[where] = join_store(host, outer.master_port, deadline=TIMEOUT)

@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, Store
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroup, Store
 
 from planaria.mesh.comm import DEADLINE, Array
 from planaria.mesh.gloo import IN_FLIGHT, GlooComm, as_bytes
@@ -50,6 +50,9 @@ class NcclComm(GlooComm):
         group._set_sequence_number_for_group()
         group.eager_connect_single_device(torch.device(self.device, torch.cuda.current_device()))
         return group
+
+    def _backends(self) -> list[tuple[str, Any, Any]]:
+        return [*super()._backends(), (self.device, ProcessGroup.BackendType.NCCL, self._on_devices)]
 
     def _carrier(self, x: torch.Tensor) -> Any:
         return self._on_devices if x.device.type == torch.device(self.device).type else self._group

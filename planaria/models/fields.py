@@ -21,13 +21,18 @@ def refuse(field: str, value: object, rule: str) -> ModelError:
     return ModelError(f"config.json: {field} {shown if len(shown) < 60 else shown[:57] + '...'}: {rule}")
 
 
-def size(hf: HF, field: str, default: int | None = None, *, where: str = "", least: int = 1, most: int = MOST) -> int:
-    """An integer from `least` to `most`; `default` where the field is missing or null."""
+def _given(hf: HF, field: str, default: object, where: str) -> Any:
     value = hf.get(field)
     if value is None:
         value = default
     if value is None:
         raise ModelError(f"config.json: {where}{field} is missing")
+    return value
+
+
+def size(hf: HF, field: str, default: int | None = None, *, where: str = "", least: int = 1, most: int = MOST) -> int:
+    """An integer from `least` to `most`; `default` where the field is missing or null."""
+    value = _given(hf, field, default, where)
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise refuse(where + field, value, f"must be an integer from {least} to {most}")
     return value
@@ -35,11 +40,7 @@ def size(hf: HF, field: str, default: int | None = None, *, where: str = "", lea
 
 def number(hf: HF, field: str, default: float | None = None, *, least: float = 0.0, where: str = "") -> float:
     """A finite number, more than 0 and at least `least`; `default` where the field is missing or null."""
-    value = hf.get(field)
-    if value is None:
-        value = default
-    if value is None:
-        raise ModelError(f"config.json: {where}{field} is missing")
+    value = _given(hf, field, default, where)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise refuse(where + field, value, "must be a number")
     if value < least or value <= 0:

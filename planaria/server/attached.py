@@ -67,7 +67,7 @@ class Attached:
                 engine.die(listed.dead)
             elif listed.dead is None and engine.dead is not None:
                 engine.revive()
-            engine.take_turn(listed.turn)
+            engine.set_exclusive_use(listed.exclusive_use)
         self.dispatcher.hand_overs.set_kinds({index: listed.kind for index, listed in self.listed.items()})
         self._admit()
 
@@ -162,7 +162,7 @@ class Attached:
         for index, engine in self.dispatcher.members.items():
             connected = index in self.connections
             self._disconnect(index)
-            engine.server, engine.tell, engine.turn = 0, None, None
+            engine.server, engine.tell, engine.exclusive_use = 0, None, None
             if connected:
                 engine.down(True)
                 engine.on_change()

@@ -42,7 +42,7 @@ class Header(msgspec.Struct, frozen=True):
     seed: int
 
 
-class Record(msgspec.Struct, frozen=True):
+class BatchRecord(msgspec.Struct, frozen=True):
     """A line of the journal: the line of the input that is answered, and the line of the output."""
 
     line: int
@@ -164,7 +164,7 @@ class Answers:
 
     def add(self, item: Item, result: bytes) -> None:
         """Write down a line of the output. Raises CapacityError when it can't be."""
-        self._write(msgspec.json.encode(Record(item.line, msgspec.Raw(result))))
+        self._write(msgspec.json.encode(BatchRecord(item.line, msgspec.Raw(result))))
         self.done[item.line] = result
 
     def _write(self, line: bytes) -> None:
@@ -205,7 +205,7 @@ def _read(data: bytes) -> tuple[int, Header | None, dict[int, bytes]]:
     header: Header | None = None
     done: dict[int, bytes] = {}
     whole = 0
-    records = msgspec.json.Decoder(Record)
+    records = msgspec.json.Decoder(BatchRecord)
     while (end := data.find(b"\n", whole)) >= 0:
         line = data[whole:end]
         try:

@@ -177,7 +177,6 @@ class Listener:
         self.sock, self.make, self.most, self.tls = sock, make, most, tls
         self.header_timeout = header_timeout
         self.open = 0  # those that are turned away, and those that still shake hands, too
-        self.turned_away = 0
         self._at_once = 1 if shared else ACCEPT_AT_ONCE
         self._waiting: dict[HttpConnection, None] = {}  # for a request, longest first
         self._loop = asyncio.get_running_loop()
@@ -200,7 +199,6 @@ class Listener:
             longest.close_idle()
             del self._waiting[longest]
             return True
-        self.turned_away += 1
         self._say("%d connections are open, and all at work: others are answered 503", self.most)
         return False
 

@@ -41,7 +41,7 @@ MAX_NUMBERS = 1 << 23  # of all vectors of an answer
 MAX_PAIRED = 1 << 24  # characters of all pairs of texts
 LONG_ANSWER = 1 << 12  # numbers from which an answer is written in a thread
 
-Told = Callable[[list[Stream]], dict[str, Any]]
+BodyOf = Callable[[list[Stream]], dict[str, Any]]
 
 
 async def create_embedding(request: Request) -> Response:
@@ -259,7 +259,7 @@ def _cosines(first: int, streams: list[Stream]) -> list[float]:
 
 async def _answer(
     service: Service, request: Request, body: VectorRequest, facts: EngineFacts, prompts: Sequence[list[int]],
-    name: str, tell: Told,
+    name: str, tell: BodyOf,
 ) -> Response:  # fmt: skip
     info, config, adapter = request.scope["planaria"], service.config.pooling, service.adapter(body.model)
     param = {"score": "text_2", "rerank": "documents"}.get(name, "input")
@@ -280,7 +280,7 @@ async def _answer(
 class VectorWriter:
     """The answer, which always comes whole."""
 
-    def __init__(self, service: Service, id: str, model: str | None, streams: list[Choices], tell: Told) -> None:
+    def __init__(self, service: Service, id: str, model: str | None, streams: list[Choices], tell: BodyOf) -> None:
         self.streams, self.tell = streams, tell
         self.head = {"id": id, "object": "list", "created": int(time.time()), "model": model or service.model_names[0]}
         if id.startswith("rerank"):

@@ -3,7 +3,7 @@ becomes of its processes. Who keeps those (`keeper.py`; for an API process, the 
 
 A sequence that was there at several deaths is run alone, and answered with an error if that kills its engine too
 (`planaria.core.quarantine`): a dead engine can't keep that account. Of several servers that use an engine each keeps
-its own, and asks for a turn to run one alone (`planaria.core.quarantine`).
+its own, and asks for exclusive use to run one alone (`planaria.core.quarantine`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from planaria.core.quarantine import Quarantine, Turn
+from planaria.core.quarantine import ExclusiveUse, Quarantine
 from planaria.errors import CapacityError, EngineDead, ModelError, PlanariaError, UserError
 from planaria.executor.recovery import Replay
 from planaria.server.engine_client import EngineConnection
@@ -74,10 +74,10 @@ class Engine:
         self.quarantine = Quarantine()
         self.tokens = 0  # that came from this process
         self.replay: Replay | None = None
-        self.turn: Turn | None = None
+        self.exclusive_use: ExclusiveUse | None = None
         self._settled = asyncio.Event()  # it is up, or there will be none
         self._wants = False
-        self._let_go = 0  # in which turn it was said
+        self._let_go = 0  # for which use it was said
 
     @property
     def state(self) -> str:
@@ -199,7 +199,7 @@ class Engine:
         if not self.streams:
             self.last_progress = time.monotonic()
         self.streams[stream.name] = stream
-        if self.quarantine.faults or self.turn is not None:  # it must be held back, perhaps
+        if self.quarantine.faults or self.exclusive_use is not None:  # it must be held back, perhaps
             self.admit()
         elif self.up:
             self._send(stream)
@@ -243,10 +243,10 @@ class Engine:
 
     # -- who may be in the engine
 
-    def take_turn(self, turn: Turn | None) -> None:
-        """Whose turn it is to run something alone."""
-        if turn != self.turn:
-            self.turn = turn
+    def set_exclusive_use(self, use: ExclusiveUse | None) -> None:
+        """Who runs something alone in it; None: nobody."""
+        if use != self.exclusive_use:
+            self.exclusive_use = use
             self.admit()
 
     def admit(self) -> None:
@@ -254,21 +254,21 @@ class Engine:
         if self.tell is None:
             self._admit()
             return
-        wants, turn = self.quarantine.suspects(), self.turn
+        wants, use = self.quarantine.suspects(), self.exclusive_use
         if wants != self._wants:
             self._wants = wants
             self.tell(Wants(self.index, wants))
-        if turn is None:
+        if use is None:
             if not wants:
                 self._admit()
             else:
                 self._take_back(self.streams.values())
-        elif turn.server == self.server:
-            if turn.free:
+        elif use.server == self.server:
+            if use.free:
                 self._admit()
-        elif not self._take_back(self.streams.values()) and self._let_go != turn.serial:
-            self._let_go = turn.serial
-            self.tell(LetGo(self.index, turn.serial))
+        elif not self._take_back(self.streams.values()) and self._let_go != use.serial:
+            self._let_go = use.serial
+            self.tell(LetGo(self.index, use.serial))
 
     def _admit(self) -> None:
         """Everything open, the oldest first, or one suspect and nothing else."""
@@ -325,7 +325,7 @@ class Engine:
         stream.tell(piece)
         if lent and stream.dispatcher is not None:
             stream.dispatcher.hand_overs.lent(stream, self, delta.lease)
-        if self.turn is not None:
+        if self.exclusive_use is not None:
             self.admit()
 
     def _clear(self, name: str) -> None:

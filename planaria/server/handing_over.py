@@ -20,7 +20,7 @@ from collections.abc import Callable
 import msgspec
 
 import planaria
-from planaria.core.quarantine import Turns
+from planaria.core.quarantine import ExclusiveUses
 from planaria.processes import set_title
 from planaria.server import response_passing
 from planaria.server.attached import Attached
@@ -67,7 +67,7 @@ class HandingOver:
         self.attached: Attached | None = None  # to its engines
         self._calls: tuple[int, ...] = ()  # both ends of a pipe
         self._told = State([])  # of the successor's engines
-        self._turns = defaultdict[int, Turns](Turns)  # by engine
+        self._exclusive_uses = defaultdict[int, ExclusiveUses](ExclusiveUses)  # by engine
         self._late: asyncio.TimerHandle | None = None
         self._background = Background()
 
@@ -219,17 +219,17 @@ class HandingOver:
             case Kill() if self.packets is not None:
                 self.packets.send(message)
             case Wants():
-                self._turns[message.engine].want(0, message.alone, [0])
+                self._exclusive_uses[message.engine].want(0, message.alone, [0])
                 asyncio.get_running_loop().call_soon(self._follow)
             case LetGo():
-                self._turns[message.engine].let_go(0, message.serial)
+                self._exclusive_uses[message.engine].let_go(0, message.serial)
                 asyncio.get_running_loop().call_soon(self._follow)
 
     def _follow(self) -> None:
         """The successor's engines, as it has told."""
         if self.attached is not None:
-            turns = self._turns
-            told = [msgspec.structs.replace(one, turn=turns[one.index].now) for one in self._told.engines]
+            uses = self._exclusive_uses
+            told = [msgspec.structs.replace(one, exclusive_use=uses[one.index].now) for one in self._told.engines]
             self.attached.follow(State(told))
 
     def _written(self, entry: Entry) -> None:
@@ -322,4 +322,4 @@ class HandingOver:
         if self.packets is not None:
             self.packets.close()
         self.packets, self.state, self.successor = None, "serves", 0
-        self._told, self._turns = State([]), defaultdict(Turns)
+        self._told, self._exclusive_uses = State([]), defaultdict(ExclusiveUses)

@@ -1,6 +1,6 @@
 """What a server remembers of its last minutes, a sample a second: for the dashboard. Bounded.
 
-Each count has one source, which is that of /metrics and /health: the engines for prompt tokens, when they are computed,
+Each count has one source, which is that of /metrics and /health: the engines for prompt tokens as they are computed,
 `Metrics` for tokens as clients see them and for times, `FaultLog` for what was computed again.
 """
 
@@ -26,7 +26,7 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     engine had room, below which so many percent are of the last `WINDOW` samples; None where there was none."""
 
     time: float
-    prompt_tokens: int
+    computed_prompt_tokens: int
     generation_tokens: int
     replayed_tokens: int
     kv_usage: float  # 0..1

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from planaria.server.journal_files import JournalFiles, Torn
-from planaria.server.journal_queue import News, Op, WriteQueue
+from planaria.server.journal_queue import JournalNews, Op, WriteQueue
 from planaria.server.records import Record
 
 SYNC = 0.2  # seconds from a write to the sync of its file, at least
@@ -29,7 +29,7 @@ class Journal:
 
     def __init__(self, folder: str) -> None:
         self.files, self.queue = JournalFiles(folder), WriteQueue()
-        self.tell: Callable[[list[News]], None] = lambda news: None
+        self.tell: Callable[[list[JournalNews]], None] = lambda news: None
         self._changed = threading.Condition()
         self._closing = False
         self._began = 0.0  # time.monotonic() when the thread began what it does now; 0.0: it waits
@@ -48,7 +48,7 @@ class Journal:
         """Begin to write."""
         loop = asyncio.get_running_loop()
 
-        def said(news: list[News]) -> None:
+        def said(news: list[JournalNews]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody hears it
                 loop.call_soon_threadsafe(lambda: self.tell(news))
 
@@ -96,7 +96,7 @@ class Journal:
 
     # -- in the thread
 
-    def _run(self, said: Callable[[list[News]], None]) -> None:
+    def _run(self, said: Callable[[list[JournalNews]], None]) -> None:
         while True:
             with self._changed:
                 self._began = 0.0
@@ -125,8 +125,8 @@ class Journal:
         ends = [end for end, wanted in ((self._due, self._due > 0.0), (self._retry, not self.queue.idle)) if wanted]
         return max(0.0, min(ends) - now) if ends else None
 
-    def _carry_out(self, batch: list[Op]) -> list[News]:
-        news: list[News] = []
+    def _carry_out(self, batch: list[Op]) -> list[JournalNews]:
+        news: list[JournalNews] = []
         broken: set[str] = set()
         for number, op in enumerate(batch):
             if op.id in broken:
@@ -135,7 +135,7 @@ class Journal:
                 self.files.carry_out(op)
             except Torn as e:
                 broken.add(op.id)
-                news.append(News("lost", op.id, op.count, str(e)))
+                news.append(JournalNews("lost", op.id, op.count, str(e)))
             except OSError as e:
                 broken.add(op.id)
                 later = [one for one in batch[number + 1 :] if one.id == op.id]
@@ -158,7 +158,7 @@ class Journal:
             if self._closing or self._due <= now:
                 self._round, self._due = [*files.dirty, _NAMES], 0.0
 
-    def _sync(self, id: str) -> list[News]:
+    def _sync(self, id: str) -> list[JournalNews]:
         files = self.files
         try:
             if id != _NAMES:

@@ -22,7 +22,7 @@ class Op(msgspec.Struct):
     count: int = 0
 
 
-class News(msgspec.Struct, frozen=True):
+class JournalNews(msgspec.Struct, frozen=True):
     """what: accepted (a new file is safe), written (`count` records are), failing (`why` they are not), or lost (what
     was written of it may be gone: it is to be written anew)."""
 
@@ -59,7 +59,7 @@ class WriteQueue:
     def idle(self) -> bool:
         return not self.waiting
 
-    def done(self, op: Op) -> Iterator[News]:
+    def done(self, op: Op) -> Iterator[JournalNews]:
         """It is written."""
         self.failing.pop(op.id, None)
         if op.kind == "remove":
@@ -67,11 +67,11 @@ class WriteQueue:
         elif op.kind == "create":
             self.unsafe[op.id] = None
         else:
-            yield News("written", op.id, op.count)
+            yield JournalNews("written", op.id, op.count)
 
-    def failed(self, op: Op, why: str, later: Iterable[Op] = ()) -> Iterator[News]:
+    def failed(self, op: Op, why: str, later: Iterable[Op] = ()) -> Iterator[JournalNews]:
         """It isn't, and its file is as before. later: others of the file that were taken with it."""
-        yield News("failing", op.id, op.count, why)
+        yield JournalNews("failing", op.id, op.count, why)
         if op.kind == "create":
             return
         newer = self.waiting.pop(op.id, [])
@@ -82,17 +82,17 @@ class WriteQueue:
             self.add(one)
         self.failing[op.id] = why
 
-    def synced(self, ids: Iterable[str]) -> Iterator[News]:
+    def synced(self, ids: Iterable[str]) -> Iterator[JournalNews]:
         """What was written to these files is safe, and so are their names."""
         for id in ids:
             if id in self.unsafe:
                 del self.unsafe[id]
-                yield News("accepted", id)
+                yield JournalNews("accepted", id)
 
-    def unsynced(self, id: str, why: str) -> Iterator[News]:
+    def unsynced(self, id: str, why: str) -> Iterator[JournalNews]:
         """The kernel has lost what was written to a file, or may have."""
         if id in self.unsafe:
             del self.unsafe[id]
-            yield News("failing", id, 0, why)
+            yield JournalNews("failing", id, 0, why)
         else:
-            yield News("lost", id, 0, why)
+            yield JournalNews("lost", id, 0, why)

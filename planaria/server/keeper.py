@@ -18,7 +18,7 @@ import zmq
 
 from planaria.config.options import EngineConfig
 from planaria.core.kv_index import name_of
-from planaria.core.quarantine import Turns
+from planaria.core.quarantine import ExclusiveUses
 from planaria.errors import CapacityError, PlanariaError
 from planaria.executor.recovery import Reformations, Replay, told_replay
 from planaria.executor.startup import parts_of
@@ -94,7 +94,7 @@ class EngineKeeper:
         self.memory: KVMemory | None = None  # of the node, for its KV
         self.ended: Ended | None = None  # how it did
         self.as_told = False  # because it was told to
-        self.turns = Turns()  # of API processes, to run something alone
+        self.exclusive_uses = ExclusiveUses()  # of API processes, to run something alone
         self.questions = Questions()
         self.limit = Reformations(config.faults.recovery_limit, config.faults.recovery_window)
         self._recovery: Recovery | None = None  # of the engine's process, while it is on
@@ -219,7 +219,7 @@ class EngineKeeper:
         """Did API processes' sequences get anywhere? One that is run alone is found out, or cleared."""
         if self.shared_in is None and self.names is None:
             return False
-        alone = self.turns.now is not None and self.turns.now.free
+        alone = self.exclusive_uses.now is not None and self.exclusive_uses.now.free
         return alone or self.engine.stats.generation_tokens > self.engine.before.generation_tokens
 
     def restart(self) -> None:

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from planaria.core.stats import DraftStats
 from planaria.server.faults import FaultLog
 from planaria.types import FinishReason
-from planaria.wire import EngineState, ExpertStats, StoreStats, TierStats, TransferStats
+from planaria.wire import EngineState, EngineStats, ExpertStats, StoreStats, TierStats, TransferStats
 
 TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
@@ -190,10 +190,14 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], part: float) -> flo
 
 
 class Metrics(Collector):
-    """All numbers of one server. `engines` and `name` are asked at each scrape."""
+    """All numbers of one server. What can be called is asked at each scrape; stats: of all engines together, those that
+    have left too."""
 
-    def __init__(self, engines: Callable[[], list[EngineState]], name: Callable[[], str], faults: FaultLog) -> None:
-        self._engines, self._name, self._faults = engines, name, faults
+    def __init__(
+        self, engines: Callable[[], list[EngineState]], name: Callable[[], str], faults: FaultLog,
+        stats: Callable[[], EngineStats] = EngineStats,
+    ) -> None:  # fmt: skip
+        self._engines, self._name, self._faults, self._stats = engines, name, faults, stats
         self.ttft, self.queue = Histogram(TTFT), Histogram(TTFT)
         self.itl = Histogram(ITL)
         self.e2e = Histogram(E2E)
@@ -208,10 +212,11 @@ class Metrics(Collector):
         yield from of_engines(self._engines(), value[0])
         yield from self._experts(value[0])
         for name, text, number in (
-            ("prompt_tokens", "Prompt tokens of sequences that gave a first token.", self.prompt_tokens),
-            ("generation_tokens", "Tokens generated.", self.generation_tokens),
+            ("vllm:prompt_tokens", "Prompt tokens of sequences that gave a first token.", self.prompt_tokens),
+            ("vllm:generation_tokens", "Tokens generated.", self.generation_tokens),
+            ("planaria:computed_prompt_tokens", "Prompt tokens, as they are computed.", self._stats().prompt_tokens),
         ):
-            counter = CounterMetricFamily(f"vllm:{name}", text, labels=label)
+            counter = CounterMetricFamily(name, text, labels=label)
             counter.add_metric(value, number)
             yield counter
         success = CounterMetricFamily(

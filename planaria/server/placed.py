@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
-from planaria.topology import Cluster, Device, Node, Packing, Placement, Slot
+from planaria.topology import Cluster, Device, Node, Packing, Placement, RankSlot
 from planaria.topology.table import CameUp, differences, rows, said
 from planaria.wire import EngineFacts, Placed
 
@@ -30,9 +30,9 @@ class OwnPlan:
 
     def __init__(self, engine: int, message: Placed) -> None:
         layout = message.layout
-        slots, devices, addresses = list[Slot](), dict[str, list[Device]](), dict[str, str]()
+        slots, devices, addresses = list[RankSlot](), dict[str, list[Device]](), dict[str, str]()
         for rank, (node, address, device, _) in enumerate(message.ranks):
-            slots.append(Slot(rank, layout.coords(rank), node, device))
+            slots.append(RankSlot(rank, layout.coords(rank), node, device))
             devices.setdefault(node, []).append(Device(device))
             addresses[node] = address
         cluster = Cluster(tuple(Node(node, tuple(has), (addresses[node],)) for node, has in devices.items()))

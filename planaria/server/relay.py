@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import socket
 import threading
 from asyncio import StreamReader, StreamWriter
 
+from planaria.config.secret import is_loopback
 from planaria.errors import ConfigError
 from planaria.node import resolve_host
 from planaria.server.config import ServerConfig
@@ -33,7 +33,7 @@ class Relay:
 
     def __init__(self, config: ServerConfig, first: str) -> None:
         self.config, self.first = config, resolve_host(first)
-        if ipaddress.ip_address(self.first).is_loopback:
+        if is_loopback(self.first):
             raise ConfigError(
                 "--data-parallel-address", first, "is this machine, and a server trusts who comes from its own",
                 "give an address that the other nodes have, too",

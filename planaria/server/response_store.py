@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from planaria.errors import RequestError
 from planaria.server.background import Background
-from planaria.server.journal_queue import News, Op
+from planaria.server.journal_queue import JournalNews, Op
 from planaria.server.kept import Kept
 from planaria.server.records import Head, Outcome, PieceRecord
 
@@ -148,7 +148,7 @@ class ResponseStore:
                 ResponseRun.again(self, entry)
             await asyncio.sleep(0)  # each has its text made again
 
-    def _hear(self, news: list[News]) -> None:
+    def _hear(self, news: list[JournalNews]) -> None:
         """What the journal has done."""
         for one in news:
             entry = self.known.get(one.id)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable
 
 import msgspec
 
-from planaria.core.quarantine import Turns
+from planaria.core.quarantine import ExclusiveUses
 from planaria.errors import PlanariaError
 from planaria.server.api_processes import ApiProcess, ApiProcesses
 from planaria.server.attached import client_name
@@ -27,7 +27,8 @@ def listed(fleet: Fleet, keeper: EngineKeeper) -> Listed:
     engine, handle = keeper.engine, keeper.handle
     found = Listed(
         index=keeper.index, process=keeper.number, ended=keeper.ended, as_told=keeper.as_told, dead=engine.dead,
-        joined=fleet.dispatcher.joined(keeper.index), leaving=engine.leaving, kind=engine.kind, turn=keeper.turns.now,
+        joined=fleet.dispatcher.joined(keeper.index), leaving=engine.leaving, kind=engine.kind,
+        exclusive_use=keeper.exclusive_uses.now,
     )  # fmt: skip
     if handle is not None:
         found = msgspec.structs.replace(found, pid=handle.pid, address=handle.address, keys=handle.keys)
@@ -90,13 +91,13 @@ class RootEngines:
                 if handle is not None and keeper is not None and keeper.ended is None:
                     handle.give_up(message.why)
             case Wants():
-                self._turns(message.engine, lambda turns: turns.want(api.number, message.alone, list(self.apis.all)))
+                self._uses(message.engine, lambda uses: uses.want(api.number, message.alone, list(self.apis.all)))
             case LetGo():
-                self._turns(message.engine, lambda turns: turns.let_go(api.number, message.serial))
+                self._uses(message.engine, lambda uses: uses.let_go(api.number, message.serial))
 
-    def _turns(self, index: int, change: Callable[[Turns], None]) -> None:
+    def _uses(self, index: int, change: Callable[[ExclusiveUses], None]) -> None:
         if (keeper := self.fleet.members.get(index)) is not None:
-            change(keeper.turns)
+            change(keeper.exclusive_uses)
             self.publish()
 
     def _lost(self, api: ApiProcess) -> None:
@@ -104,5 +105,5 @@ class RootEngines:
         for keeper in self.fleet.members.values():
             if keeper.handle is not None and keeper.handle.address and keeper.ended is None:
                 keeper.handle.send(Gone(client_name(api.number)))
-            keeper.turns.left(api.number, list(self.apis.all))
+            keeper.exclusive_uses.left(api.number, list(self.apis.all))
         self.publish()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from planaria.config.options import EngineConfig
-from planaria.core.quarantine import Turn
+from planaria.core.quarantine import ExclusiveUse
 from planaria.executor.link.keys import Keys
 from planaria.server.config import ServerConfig
 from planaria.server.engine_client import Ended
@@ -28,7 +28,7 @@ class Boot(msgspec.Struct, frozen=True):
 
 class Listed(msgspec.Struct, frozen=True, kw_only=True):
     """One engine. process: number of its process, 0: none was started yet; ended: how that one did; as_told: because
-    the root told it to; dead: there will be no other; turn: who runs something alone in it."""
+    the root told it to; dead: there will be no other; exclusive_use: who runs something alone in it."""
 
     index: int
     process: int = 0
@@ -41,7 +41,7 @@ class Listed(msgspec.Struct, frozen=True, kw_only=True):
     joined: bool = False
     leaving: bool = False
     kind: str = ""
-    turn: Turn | None = None
+    exclusive_use: ExclusiveUse | None = None
 
 
 class TracedRecovery(msgspec.Struct, frozen=True):
@@ -147,7 +147,7 @@ class Wants(msgspec.Struct, frozen=True, tag="wants"):
 
 
 class LetGo(msgspec.Struct, frozen=True, tag="let go"):
-    """Nothing of it is in the engine, for this turn."""
+    """Nothing of it is in the engine, for this exclusive use."""
 
     engine: int
     serial: int

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import difflib
 import json
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema, create_model
 
 from planaria.errors import RequestError
 from planaria.server.body import PIECE, all_are, decode
@@ -130,26 +130,33 @@ class StructuredOutputs(Strict):
 
 
 def sampled(name: str, **more: Any) -> Any:
-    """A parameter of sampling, within the bounds that SamplingParams has for it; left out, its default."""
+    """A parameter of sampling, as SamplingParams declares it; left out, its default."""
     bounds = bounds_of(SamplingParams)[name]
+    if bounds.asked:
+        more["description"] = bounds.asked
     for word in ("ge", "gt", "le", "lt"):
         if (limit := getattr(bounds, word)) is not None:
             more[word] = int(limit)
     return Field(None, **more)
 
 
-class SampledRequest(Strict):
+if TYPE_CHECKING:
+    Parameters = Strict
+else:  # a field of each that says what is asked with it
+    _types = get_type_hints(SamplingParams)
+    Parameters = create_model(
+        "Parameters", __base__=Strict,
+        **{name: (_types[name] | None, sampled(name)) for name, bounds in bounds_of(SamplingParams).items()
+           if bounds.asked is not None},
+    )  # fmt: skip
+
+
+class SampledRequest(Parameters):
     """What all that generate have in common. `null` always means the default."""
 
     model: str | None = Field(None, description="One of /v1/models; left out: the first of them.", examples=["smollm2"])
     min_tokens: Size | None = Field(None, description="Nothing ends a choice before it has so many tokens.")
-    temperature: float | None = sampled("temperature", description="0 is greedy; default: the model's, else 1.")
-    top_p: float | None = sampled("top_p", description="Left out, like top_k: the model's default.")
     top_k: int | None = Field(None, ge=-1, lt=2**31, description="0 or -1: off.")
-    min_p: float | None = sampled("min_p")
-    presence_penalty: float | None = sampled("presence_penalty")
-    frequency_penalty: float | None = sampled("frequency_penalty")
-    repetition_penalty: float | None = sampled("repetition_penalty")
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
         None, description="From token ids (as strings) to a number added to the logit.", examples=[{"50": -100}]
     )
@@ -253,7 +260,7 @@ class FunctionTool(BaseModel):
     function: Declaration
 
 
-Declared = Annotated[
+DeclaredTools = Annotated[
     Any,
     WithJsonSchema({
         "anyOf": [
@@ -309,7 +316,7 @@ class ChatCompletionRequest(GenerationRequest):
         None, description="In place of the model's; needs a server with --trust-request-chat-template."
     )
     chat_template_kwargs: JsonObject | None = Field(None, description="Further variables of the chat template.")
-    tools: Declared = Field(None, description="Functions that the model may call.")
+    tools: DeclaredTools = Field(None, description="Functions that the model may call.")
     tool_choice: Chosen = Field(None, description="none, auto, required, or one function; auto if there are tools.")
     parallel_tool_calls: bool | None = Field(None, description="false: the first call alone is told.")
     include_reasoning: bool | None = Field(None, description="false: reasoning that is told apart is left out.")

@@ -92,7 +92,7 @@ class MessagesRequest(CountTokensRequest):
     max_tokens: int = Field(
         ge=1, lt=2**31, description="Where there is no room for so many, as many as there is room for."
     )
-    temperature: float | None = sampled("temperature", description="0 is greedy; default: the model's, else 1.")
+    temperature: float | None = sampled("temperature")
     top_p: float | None = sampled("top_p")
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     stop_sequences: list[str] | None = Field(None, description=f"Up to {MAX_STOP} strings that end an answer.")

@@ -57,7 +57,7 @@ class Service(Admission):
             from planaria.server.traces import Traces
 
             self.traces = Traces(config.otlp_traces_endpoint, config.otlp_traces_sampling_ratio)
-        self.metrics = Metrics(client.engines, lambda: self.model_names[0], self.faults)
+        self.metrics = Metrics(client.engines, lambda: self.model_names[0], self.faults, lambda: client.stats)
         self.responses = ResponseStore(self, len(config.api_keys), lasts=not config.journal_ends)
         self.metrics.registry.register(ResponseMetrics(self.responses, lambda: self.model_names[0]))
         self.created = int(time.time())
@@ -67,7 +67,6 @@ class Service(Admission):
         self.busy_since = 0.0  # time.monotonic() when `open` last became non-empty
         self.elsewhere: int | None = None  # of several processes, in all of them together
         self._numbers = itertools.count()
-        self._longest_token: int | None = None  # characters
         self._fingerprint: str | None = None
         self.grammars = grammar_check(tokenizer, lambda: client.facts)
         self._checks = ThreadPoolExecutor(1, "planaria-grammar")
@@ -203,11 +202,8 @@ class Service(Admission):
                 param=param, code="invalid_value",
             )  # fmt: skip
         limit = limit if limit is not None else len(text)
-        if self._longest_token is None:
-            self._longest_token = max(map(len, tokenizer.backend.get_vocab()), default=1)
-            if tokenizer.backend.normalizer is not None:
-                self._longest_token *= NORMALIZER_SLACK
-        least = len(text) // self._longest_token
+        slack = NORMALIZER_SLACK if tokenizer.backend.normalizer is not None else 1
+        least = len(text) // (tokenizer.longest_token * slack)
         if least > limit:
             raise RequestError(
                 f"{param} has {len(text)} characters, at least {least} tokens; this model's length is {limit} tokens",
@@ -246,6 +242,8 @@ class Service(Admission):
         return self.client.facts is None
 
     async def ready(self) -> None:
+        if self.tokenizer is not None:
+            _ = self.tokenizer.longest_token  # takes long, and nobody waits as yet
         await self.client.ready()
 
     def begin(self) -> None:

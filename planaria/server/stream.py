@@ -264,7 +264,10 @@ Sink = Callable[[Stream, Piece], None]
 
 
 class Choices:
-    """The sequences of one prompt. `first_choice`: the index of its first choice in the answer."""
+    """The sequences of one prompt. `first_choice`: the index of its first choice in the answer; `note`: is told of each
+    delta before it is taken in."""
+
+    note: Callable[[Delta], None] | None = None
 
     def __init__(self, prompt: list[int], submits: Seq[Submit], tokenizer: Tokenizer | None, first_choice: int = 0):
         self.prompt = prompt
@@ -274,6 +277,8 @@ class Choices:
     def take(self, delta: Delta) -> Piece | None:
         """Take in a delta of any of the sequences; None when it brings nothing new."""
         stream = self._by_id[delta.request_id]
+        if self.note is not None:
+            self.note(delta)
         try:
             return stream.take(delta)
         except Gap as e:  # of the only engine there is

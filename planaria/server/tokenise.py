@@ -7,6 +7,7 @@ none. What a token is as bytes comes from one table, so that whole and increment
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,8 +40,8 @@ class Pieces(dict[int, bytes]):
 class Tokenizer:
     """One model's tokenizer.
 
-    `eos_ids` end a generation (the generation configuration's, the configuration's, the tokenizer's own), `bos_id` is
-    None if there is none. `pieces` is None for the rare decoder that isn't a table of bytes.
+    `eos_ids` end a generation (the generation configuration's, the configuration's, the tokenizer's own). `pieces` is
+    None for the rare decoder that isn't a table of bytes.
     """
 
     def __init__(
@@ -58,8 +59,6 @@ class Tokenizer:
         self.chat_template = chat_template
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        bos = self.special_tokens.get("bos_token")
-        self.bos_id: int | None = backend.token_to_id(bos) if bos else None
         own = self.special_tokens.get("eos_token")
         own_id = backend.token_to_id(own) if own else None
         self.eos_ids = tuple(dict.fromkeys([*eos_ids, *([own_id] if own_id is not None else [])]))
@@ -83,6 +82,11 @@ class Tokenizer:
             if self.pieces is not None:
                 shown.pieces = (self.pieces[False], Pieces(shown, True))
         return self._showing[marks]
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """In characters. It takes as long as there are tokens."""
+        return max(map(len, self.backend.get_vocab()), default=1)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; with `add_special_tokens`, what the model's post-processor adds (often a BOS)."""

@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from planaria.errors import RequestError
+from planaria.server.body import PIECE
 from planaria.server.chat import chat_prompt
 from planaria.server.common import encode_json, read
 from planaria.server.inputs import check_vocabulary
@@ -55,15 +56,15 @@ async def detokenize(request: Request) -> Response:
     body = await read(request, DetokenizeRequest)
     facts = service.admit(body.model)
     tokenizer = service.need_tokenizer("tokens")
-    if body.tokens:
-        check_vocabulary(body.tokens, facts, "tokens")
     if len(body.tokens) > MAX_TEXT:
         raise RequestError(
             f"tokens has {len(body.tokens)} entries; at most {MAX_TEXT}", param="tokens", code="invalid_value"
         )
 
-    def decode() -> str:
-        return tokenizer.decode(body.tokens, skip_special_tokens=False)
+    def answer() -> bytes:
+        for start in range(0, len(body.tokens), PIECE):
+            check_vocabulary(body.tokens[start : start + PIECE], facts, "tokens")
+        return encode_json({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
-    text = await service.in_thread(decode, request.receive) if len(body.tokens) > LONG_TEXT else decode()
-    return Response(encode_json({"prompt": text}), media_type="application/json")
+    answered = await service.in_thread(answer, request.receive) if len(body.tokens) > LONG_TEXT else answer()
+    return Response(answered, media_type="application/json")

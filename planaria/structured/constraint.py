@@ -37,7 +37,7 @@ AT_FIRST = 0.5  # and so many more, in all
 TOO_COMPLEX = "the grammar of structured_outputs is too complex"
 DEAD_END = "the grammar of structured_outputs allows no token here"
 
-Vocabulary = Callable[[int], "llguidance.LLTokenizer"]  # by the token that stands for the end
+VocabularyOf = Callable[[int], "llguidance.LLTokenizer"]  # by the token that stands for the end
 Bools = npt.NDArray[np.bool_]
 Ids = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
@@ -186,7 +186,7 @@ class Constraints:
     """Makes the rows' constraints and moves them on. vocabulary: as grammars need it, made when first asked for;
     threads: that compute; ahead: they have nothing to do while the model computes."""
 
-    def __init__(self, vocab_size: int, vocabulary: Vocabulary, threads: int = 1, *, ahead: bool = False) -> None:
+    def __init__(self, vocab_size: int, vocabulary: VocabularyOf, threads: int = 1, *, ahead: bool = False) -> None:
         self.size, self.threads, self.ahead, self._vocabulary = vocab_size, threads, ahead, vocabulary
         self._compiled: OrderedDict[tuple[str, int], llguidance.LLMatcher] = OrderedDict()
         self._late: dict[Key, list[Constraint]] = {}

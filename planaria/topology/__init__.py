@@ -4,7 +4,7 @@ from planaria.topology.cluster import Bundle, Cluster, Device, LaneGroup, Node, 
 from planaria.topology.layout import AXES, Coords, Layout
 from planaria.topology.nearest import DoesNotFit, HeadTooSmall, Instead
 from planaria.topology.packing import STRATEGIES, Packing, pack, pack_groups
-from planaria.topology.placement import Infeasible, Placement, Slot, place, place_at, shrink
+from planaria.topology.placement import Infeasible, Placement, RankSlot, place, place_at, shrink
 
 __all__ = [
     "AXES",
@@ -22,7 +22,7 @@ __all__ = [
     "Node",
     "Packing",
     "Placement",
-    "Slot",
+    "RankSlot",
     "cluster_of_bundles",
     "pack",
     "pack_groups",

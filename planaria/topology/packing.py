@@ -15,7 +15,7 @@ from planaria.errors import ConfigError
 from planaria.topology.cluster import Bundle, Cluster, Node, cluster_of_bundles
 from planaria.topology.layout import Layout
 from planaria.topology.nearest import LOCAL, STRATEGY, devices, head_too_small, too_few
-from planaria.topology.placement import Infeasible, Placement, Slot, per_node, place
+from planaria.topology.placement import Infeasible, Placement, RankSlot, per_node, place
 
 STRATEGIES = ("strict", "fill", "span")
 SIZE = "--data-parallel-size"
@@ -41,15 +41,15 @@ class Packing(NamedTuple):
         engines = []
         for first in range(0, placement.layout.size, replica.size):
             slots = placement.slots[first : first + replica.size]
-            engines.append(Placement(replica, [Slot(n, replica.coords(n), *s[2:]) for n, s in enumerate(slots)]))
+            engines.append(Placement(replica, [RankSlot(n, replica.coords(n), *s[2:]) for n, s in enumerate(slots)]))
         return cls(placement.layout, tuple(engines), _local_ranks(engines))
 
-    def slots(self) -> Iterator[Slot]:
+    def slots(self) -> Iterator[RankSlot]:
         """Of all engines, with ranks and coordinates in the fleet."""
         for number, engine in enumerate(self.engines):
             first = number * engine.layout.size
             for rank, coords, node, device in engine.slots:
-                yield Slot(first + rank, coords._replace(dp=number), node, device)
+                yield RankSlot(first + rank, coords._replace(dp=number), node, device)
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -201,8 +201,8 @@ def _within(nodes: list[Node], layout: Layout, strategy: str, local: int | None)
     for node, here in shares:
         free_ids = iter([device.id for device in node.devices])
         for local_rank in range(here):
-            slots = [Slot(rank, at, node.id, id) for rank, (at, id) in enumerate(zip(coords, free_ids, strict=False))]
-            engines.append(Placement(replica, slots))
+            taken = enumerate(zip(coords, free_ids, strict=False))
+            engines.append(Placement(replica, [RankSlot(rank, at, node.id, id) for rank, (at, id) in taken]))
             local_ranks.append(local_rank)
     return Packing(layout, tuple(engines), tuple(local_ranks), strategy, share, tuple(skipped))
 

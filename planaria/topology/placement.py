@@ -25,7 +25,7 @@ class Infeasible(CapacityError):
         self.why, self.nearest, self.needed, self.found = why, nearest, needed, found
 
 
-class Slot(NamedTuple):
+class RankSlot(NamedTuple):
     """A rank's place. `node` and `device` are the cluster's ids; a bundle's index where it was made of bundles."""
 
     rank: int
@@ -37,7 +37,7 @@ class Slot(NamedTuple):
 class Placement:
     """Slots by rank. Equal if layout and slots are."""
 
-    def __init__(self, layout: Layout, slots: Sequence[Slot]) -> None:
+    def __init__(self, layout: Layout, slots: Sequence[RankSlot]) -> None:
         self.layout, self.slots = layout, tuple(slots)
 
     def __eq__(self, other: object) -> bool:
@@ -49,7 +49,7 @@ class Placement:
     def __repr__(self) -> str:
         return f"Placement({self.layout}: {', '.join(f'{s.rank} on {s.node}/{s.device}' for s in self.slots)})"
 
-    def group(self, *axes: str) -> tuple[tuple[Slot, ...], ...]:
+    def group(self, *axes: str) -> tuple[tuple[RankSlot, ...], ...]:
         """All groups along these axes (see Layout.groups), as slots."""
         return tuple(tuple(self.slots[rank] for rank in ranks) for ranks in self.layout.groups(*axes))
 
@@ -58,17 +58,17 @@ class Placement:
         """Nodes with ranks on them, by their lowest rank."""
         return tuple(dict.fromkeys(slot.node for slot in self.slots))
 
-    def on(self, node: str) -> tuple[Slot, ...]:
+    def on(self, node: str) -> tuple[RankSlot, ...]:
         """A node's slots by rank; a rank's index in it is its local rank."""
         return tuple(slot for slot in self.slots if slot.node == node)
 
-    def spanning(self) -> tuple[tuple[Slot, ...], ...]:
+    def spanning(self) -> tuple[tuple[RankSlot, ...], ...]:
         """Tensor groups that lie on more than one node: correct, but each layer's sums cross the network."""
         return tuple(group for group in self.group("tp") if len({slot.node for slot in group}) > 1)
 
     def lines(self) -> list[str]:
         """For people, a line per node: what would start where."""
-        by_node: dict[str, list[Slot]] = {}
+        by_node: dict[str, list[RankSlot]] = {}
         for slot in self.slots:
             by_node.setdefault(slot.node, []).append(slot)
         return [
@@ -124,7 +124,7 @@ def place(
     for group in sorted(rest):
         held_first = dict.fromkeys(taken[rank][0] for rank in group if rank in taken)
         _fill(group, taken, itertools.chain(_devices(free, *held_first), spare))
-    placement = Placement(layout, [Slot(rank, layout.coords(rank), *taken[rank]) for rank in range(layout.size)])
+    placement = Placement(layout, [RankSlot(rank, layout.coords(rank), *taken[rank]) for rank in range(layout.size)])
     if driver_inside and not any(slot.node == cluster.head for slot in placement.slots):
         raise Infeasible(
             f"no rank would be on the driver's node {cluster.head}, and the driver was asked to be among the ranks",
@@ -154,7 +154,7 @@ def place_at(bundles: Iterable[Bundle], layout: Layout, indices: Sequence[int]) 
             usable = ", ".join(map(str, sorted(device_at))) or "none"
             raise refuse(f"bundle {index} {what}", f"bundles with a device: {usable}")
     return Placement(
-        layout, [Slot(rank, layout.coords(rank), device_at[index], index) for rank, index in enumerate(indices)]
+        layout, [RankSlot(rank, layout.coords(rank), device_at[index], index) for rank, index in enumerate(indices)]
     )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from typing import TYPE_CHECKING, Any
 
+from planaria.config.all2all import way_of
 from planaria.config.digest import compared, compute_hash, hash_fields
 from planaria.errors import CapacityError
 from planaria.executor.boot import RankBoot
@@ -18,6 +20,8 @@ from planaria.worker.device import shared_memory
 
 if TYPE_CHECKING:
     from planaria.mesh.all2all import All2All
+
+logger = logging.getLogger("planaria.worker")
 
 REACH_TIMEOUT = 10.0  # seconds to connect to every rank elsewhere
 
@@ -101,17 +105,28 @@ class Groups:
 
     def _make_exchanges(self) -> list[All2All]:
         """Called by all ranks of the expert group together."""
-        if not self.spreads:
+        moe = self.boot.config.model.moe
+        if not self.spreads or moe is None:
             return []
-        from planaria.mesh.all2all import make
+        from planaria.mesh.all2all import Shapes, make
 
         config = self.boot.config.with_layout(self.layout)
-        parallel, row = config.parallel, config.model.hidden_size
-        tokens = config.scheduler.max_num_batched_tokens
+        parallel, model, tokens = config.parallel, config.model, config.scheduler.max_num_batched_tokens
         most = [tokens] + [-(-tokens // self._num_micro_batches)] * len(self.mesh.further)
+        slots, ranks = parallel.expert_slots(moe.num_experts), self.mesh.ep.size
+        name = way_of(parallel.all2all_backend, slots, ranks)
+        if name != parallel.all2all_backend:
+            logger.warning(
+                "tokens are exchanged by %s: %s has no way for %d experts on %d ranks", name, parallel.all2all_backend,
+                slots, ranks,
+            )  # fmt: skip
         return [
             make(
-                parallel.all2all_backend, group, self.layout.tp, (limit, -(-row // 16) * 64),
+                name, group,
+                Shapes(
+                    max_tokens=limit, width=self.layout.tp, num_slots=slots, top_k=moe.top_k,
+                    hidden_size=model.hidden_size,
+                ),
                 dealt=parallel.use_sequence_parallel_moe,
             )
             for group, limit in zip((self.mesh.ep, *self.mesh.further), most, strict=True)

@@ -6,7 +6,6 @@ As a process of its own it is told encoded RankBoots; a spare that is prepared s
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import queue
@@ -31,6 +30,7 @@ logger = logging.getLogger("planaria.worker")
 PULSE = 1.0  # seconds between signs of life
 LONGEST_LINE = 1000  # characters
 NEXT_EPOCH = 120.0  # seconds that a rank whose epoch is over waits for the next
+ALONE = 10.0  # seconds that one whose driver is out of reach does, and that it gets to end what it is in
 
 
 class Life:
@@ -54,10 +54,12 @@ class Life:
         self.boot(boot)
 
     def boot(self, boot: RankBoot) -> None:
-        abort = getattr(self.worker, "abort", None)
-        if abort is not None:
-            abort("its epoch is over")
+        self._abort("its epoch is over")
         self._boots.put(boot)  # last: with it the rank enters the epoch that must not be aborted
+
+    def _abort(self, reason: str) -> None:
+        if (abort := getattr(self.worker, "abort", None)) is not None:
+            abort(reason)
 
     def run(self) -> int:
         """Until Exit (0), or until no other epoch begins (1)."""
@@ -75,15 +77,18 @@ class Life:
                 self.say(why[:LONGEST_LINE])
                 boot = self._boots.get()
                 continue
+            limit = NEXT_EPOCH
             try:
                 self._serve(boot)
                 return 0
             except (LinkError, ProcessGone) as e:
                 logger.debug("rank %d: %s", boot.rank, e)
-                if isinstance(e, ConnectionLost) and isinstance(boot.link, ShmAddress):  # the driver has ended
-                    break
+                if isinstance(e, ConnectionLost):
+                    if isinstance(boot.link, ShmAddress):  # the driver has ended
+                        break
+                    limit = ALONE  # it has, or the network has, and nobody else may be there to end this rank
             try:
-                boot = self._boots.get(timeout=NEXT_EPOCH)
+                boot = self._boots.get(timeout=limit)
                 while not self._boots.empty():
                     boot = self._boots.get()
             except queue.Empty:
@@ -95,7 +100,8 @@ class Life:
         """One epoch, until Exit. Raises LinkError when it is over, Gone when it is before this rank came."""
         port = open_port(boot.link)
         ended = threading.Event()
-        threading.Thread(target=_pulse, args=(port, ended), name="planaria-pulse", daemon=True).start()
+        pulse = threading.Thread(target=self._pulse, args=(port, ended), name="planaria-pulse", daemon=True)
+        pulse.start()
         try:
             while True:
                 item = port.receive(None)
@@ -116,13 +122,20 @@ class Life:
                     return
         finally:
             ended.set()
+            pulse.join()  # what it ends must not be of the next epoch
             port.close()
 
-
-def _pulse(port: RankPort, ended: threading.Event) -> None:
-    with contextlib.suppress(LinkError, ValueError):  # closed meanwhile
-        while not ended.wait(PULSE):
-            port.beat()
+    def _pulse(self, port: RankPort, ended: threading.Event) -> None:
+        """Signs of life. Without a driver nobody would end what this rank waits for in a step."""
+        try:
+            while not ended.wait(PULSE):
+                port.beat()
+        except ConnectionLost as e:
+            self._abort(str(e))
+            if not ended.wait(ALONE):
+                os._exit(1)
+        except (LinkError, ValueError):  # closed meanwhile
+            pass
 
 
 def _listen(life: Life) -> None:

@@ -26,7 +26,8 @@ from planaria.worker.drafting import Drafter, ReadsHidden, SharedDrafter, make_d
 from planaria.worker.sampler import Sampler
 
 Rows = npt.NDArray[np.int64]
-Told = npt.NDArray[np.int32]  # [rows, HEAD + most]: tokens that a row drew, the last of them, how many drafts, drafts
+# [rows, HEAD + most]: tokens that a row drew, the last of them, how many drafts, drafts
+ToldRows = npt.NDArray[np.int32]
 HEAD = 3
 GUESSES = 4  # rows without drafts, in a step, of which one is looked up
 Drawn = list[list[int]]
@@ -63,7 +64,7 @@ class Speculation:
             self.drafter.leave(row)
             self.sizes.leave(row)
 
-    def hear(self, rows: Sequence[int], told: Told) -> None:
+    def hear(self, rows: Sequence[int], told: ToldRows) -> None:
         """What the rank that draws says of these rows."""
         self.counts[rows] = told[:, 2]
         self.drafts[rows] = told[:, HEAD:]
@@ -113,7 +114,7 @@ class Speculation:
             going, number = right, number + 1
         return drawn, logprobs, errors
 
-    def go_on(self, rows: list[int], drawn: Drawn, taken: Sequence[int], *, alone: bool) -> Told:
+    def go_on(self, rows: list[int], drawn: Drawn, taken: Sequence[int], *, alone: bool) -> ToldRows:
         """Draft for the next step. Returns what the other ranks are told."""
         assert self.drafter is not None
         sizes = self.sizes
@@ -136,7 +137,7 @@ class Speculation:
         drafts = {row: self._known(found.get(row, ())[:most]) for row, most in dealt.items()}
         self._guesses |= {row: found[row][0] for row in guessed if found.get(row)}
         self._drafting = time.perf_counter() - since
-        told: Told = np.zeros((len(rows), self.width), np.int32)
+        told: ToldRows = np.zeros((len(rows), self.width), np.int32)
         for i, (row, tokens) in enumerate(zip(rows, drawn, strict=True)):
             own = drafts.get(row, ())
             told[i, :HEAD] = max(1, len(tokens)), tokens[-1] if tokens else 0, len(own)

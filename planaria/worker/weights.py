@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -145,7 +146,13 @@ class RankWeights:
                 logger.warning("rank %d keeps weights of its own: %s", boot.rank, e)
 
     def make(self, part: Part, what: str, build: Build, ops: Ops, heard: Heard) -> Model:
-        """The model of a part; what: of it, in words, all that isn't in the configuration."""
+        """The model of a part; what: of it, in words, all that isn't in the configuration. In turn with others of the
+        node, of this engine or not, where only so many are to read at a time."""
+        most = self.config.parallel.max_parallel_loading_workers
+        with self.memory.turn(most, heard) if self.memory is not None else nullcontext():
+            return self._made(part, what, build, ops, heard)
+
+    def _made(self, part: Part, what: str, build: Build, ops: Ops, heard: Heard) -> Model:
         self._shared.pop(part, None)
         if self.memory is not None:
             from planaria.layers.weights import PartDiffers

@@ -70,7 +70,7 @@ logger = logging.getLogger("planaria.worker")
 
 BESIDE = 10  # how nice who prepares weights is to the ranks that compute: a tenth of a core that is wanted
 
-Progress = Callable[[str, float], None]
+OnSeconds = Callable[[str, float], None]
 
 
 class Worker:
@@ -80,7 +80,7 @@ class Worker:
     step with rows; the others' results have none. A rank that fails tells the others, which then fail by its name.
     """
 
-    def __init__(self, boot: RankBoot, progress: Progress | None = None) -> None:
+    def __init__(self, boot: RankBoot, progress: OnSeconds | None = None) -> None:
         self.boot, self.config, self.rank = boot, boot.config, boot.rank
         self.groups, self.kv, self.weights = Groups(boot), RankKV(boot), RankWeights(boot)
         self.micro_batches: MicroBatches | None = None
@@ -441,7 +441,7 @@ def _loras_of(config: EngineConfig, ops: Ops, model: Any) -> Any:
     return Loras(config.lora, config.model, ops, model)
 
 
-def make_rank(boot: RankBoot, progress: Progress | None = None) -> Any:
+def make_rank(boot: RankBoot, progress: OnSeconds | None = None) -> Any:
     """What answers commands with `handle`: a Worker, or what `--worker-cls` and `--worker-extension-cls` name."""
     if boot.config.null_worker:
         return make(boot.config.parallel, NullRank, boot.rank, lambda kind: kind(boot))

@@ -13,7 +13,7 @@ import socket
 import pytest
 
 from planaria.server import connections
-from planaria.server.connections import connection_bound, raise_descriptor_limit
+from planaria.server.connections import Listener, connection_bound, raise_descriptor_limit
 
 GET = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
@@ -129,14 +129,15 @@ async def test_more_connections_than_there_may_be(start):
 
 async def test_no_descriptors_for_another_connection(server, monkeypatch, caplog):
     """Nothing is accepted for a while, one line says so, and who waited is served."""
-    monkeypatch.setattr(connections, "ACCEPT_PAUSE", 0.05)
-    tried = 0
-    real = socket.socket.accept
+    monkeypatch.setattr(connections, "ACCEPT_PAUSE", 3600.0)
+    tried, none_left, paused = 0, True, []
+    real, pause = socket.socket.accept, Listener._pause
+    monkeypatch.setattr(Listener, "_pause", lambda self, until: (paused.append(self), pause(self, until)))
 
     def accept(sock):
         nonlocal tried
         tried += 1
-        if tried < 5:
+        if none_left:
             raise OSError(errno.EMFILE, "Too many open files")
         return real(sock)
 
@@ -144,9 +145,16 @@ async def test_no_descriptors_for_another_connection(server, monkeypatch, caplog
     with caplog.at_level(logging.WARNING):
         async with connected(server) as (reader, writer):
             writer.write(GET)
+            while not tried:
+                await asyncio.sleep(0)
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert tried == 1, "in each turn of the event loop it was tried again"
+            none_left = False
+            paused[0]._resume()
             assert (await answer(reader))[0] == 200
     lines = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-    assert lines == ["can't accept connections: Too many open files"] and tried < 20
+    assert lines == ["can't accept connections: Too many open files"]
 
 
 async def test_bytes_that_are_no_http(server):

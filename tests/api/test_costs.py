@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import threading
 
@@ -18,6 +19,7 @@ from planaria.server.schema import CompletionRequest
 from planaria.server.service import Service
 from planaria.server.stream import Choices
 from planaria.types import Delta, FinishReason, SamplingParams, TokenLogprobs
+from tests.api.conftest import running
 from tests.api.fake_engine import FakeEngine, facts
 
 IDS = [5, 6, 7]
@@ -87,6 +89,29 @@ async def test_bad_words_are_spelled_once(server, monkeypatch):
         assert (await http.post("/v1/completions", json=body)).status_code == 200
     assert len(seen) == 1 and "text" in seen[0]
     assert len({submit.params.bad_words_ids for submit in server.engine.submitted}) == 1
+
+
+async def test_many_tokens_are_looked_at_and_become_text_beside_the_event_loop(server, monkeypatch):
+    threads = set()
+
+    def checked(*args):
+        threads.add(threading.current_thread().name)
+        return inputs.check_vocabulary(*args)
+
+    monkeypatch.setattr("planaria.server.tokens.check_vocabulary", checked)
+    async with server.http() as http:
+        answer = await http.post("/detokenize", json={"tokens": [5] * 3000})
+        assert answer.status_code == 200 and len(threads) == 1 and all("text" in name for name in threads)
+        answer = await http.post("/detokenize", json={"tokens": [5] * 70_000 + [10**6]})
+        assert answer.status_code == 400 and "token id 1000000" in answer.text
+
+
+async def test_how_long_a_token_may_be_is_known_before_anybody_asks(tokenizer):
+    """All of the vocabulary is looked at for it."""
+    fresh = copy.copy(tokenizer)
+    vars(fresh).pop("longest_token", None)
+    async with running(FakeEngine(fresh), fresh, eos_ids=(2,)):
+        assert vars(fresh)["longest_token"] == tokenizer.longest_token > 10
 
 
 async def test_work_for_who_has_left_is_not_done(tokenizer):

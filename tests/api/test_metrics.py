@@ -23,7 +23,8 @@ GAUGES = {
     "planaria:kv_tier_writable", "planaria:kv_cache_tokens", "planaria:kv_transfer_held_blocks",
 }  # fmt: skip
 COUNTERS = {
-    "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits",
+    "vllm:prompt_tokens", "vllm:generation_tokens", "planaria:computed_prompt_tokens",
+    "vllm:prefix_cache_queries", "vllm:prefix_cache_hits",
     "vllm:request_success", "vllm:num_preemptions", "planaria:faults", "planaria:recoveries",
     "planaria:replayed_tokens", "planaria:recovery_seconds", "planaria:recovery_part_seconds",
     "planaria:layout_changes", "planaria:requests_taken",
@@ -123,8 +124,8 @@ async def test_who_drafts_is_told_and_how_often_it_was_right(server):
 
 
 async def test_the_dashboard_shows_the_same_numbers(server, monkeypatch):
-    """Also where an engine's own are others: what it computed for nobody, or computed again in another process. But for
-    prompts, which the page has when they are computed, and /metrics with their first token."""
+    """Also where an engine's own are others: what it computed for nobody, or computed again in another process. Prompt
+    tokens are two numbers: as they are computed, which the page shows, and with a first token."""
     monkeypatch.setattr(history, "EVERY", 0.0)
     async with server.http() as http:
         await http.post(C, json={"prompt": [5] * 10, "n": 2, "max_tokens": 8, "ignore_eos": True})
@@ -138,5 +139,6 @@ async def test_the_dashboard_shows_the_same_numbers(server, monkeypatch):
                 body = (await http.get("/admin/dashboard")).json()
                 sample = dict(zip(body["columns"], (body["samples"] or [[]])[-1], strict=False))
     assert sample["generation_tokens"] == values["vllm:generation_tokens_total"] == 16
-    assert sample["prompt_tokens"] == 99 and values["vllm:prompt_tokens_total"] == 20
+    assert sample["computed_prompt_tokens"] == values["planaria:computed_prompt_tokens_total"] == 99
+    assert values["vllm:prompt_tokens_total"] == 20
     assert values["planaria:replayed_tokens_total"] == health["last_fault"]["replayed_tokens"] == 14

@@ -41,19 +41,31 @@ def test_a_pipe_or_a_link_where_a_folder_or_a_lock_is_expected_holds_nobody_up(t
         assert elsewhere.is_dir() and not left.exists()
 
 
-def test_two_roots_that_start_at_once_both_have_a_folder(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other one looks just when the first has made its folder, and has not locked it."""
-    make, others = tempfile.mkdtemp, list[str]()
+@pytest.mark.parametrize("when", ["made", "opened"])
+def test_two_roots_that_start_at_once_both_have_a_folder(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """The other one looks just when the first has made its folder, or opened it, and has not locked it."""
+    make, lock, others = tempfile.mkdtemp, fcntl.flock, list[str]()
+
+    def another() -> None:
+        if not others:
+            others.extend(os.path.join(temporary, name) for name in os.listdir(temporary))
+            with root_serve.folder_of_names() as other:
+                assert other not in others and not os.path.exists(others[0])
 
     def mkdtemp(prefix: str) -> str:
         made = make(prefix=prefix)
-        if not others:
-            others.append(made)
-            with root_serve.folder_of_names() as other:
-                assert other != made and not os.path.exists(made)
+        if when == "made":
+            another()
         return made
 
+    def flock(fd: int, how: int) -> None:
+        another()
+        lock(fd, how)
+
     monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
+    monkeypatch.setattr(fcntl, "flock", flock)
     with root_serve.folder_of_names() as folder:
         assert folder not in others and os.path.isdir(folder)
         with pytest.raises(BlockingIOError):

@@ -1,5 +1,6 @@
 """Stand-ins for the libraries that exchange tokens between GPUs: their calls, names of arguments, kinds and shapes as
-in their sources, and what they do, between ranks that are threads of one process.
+in their sources, and what they do, between ranks that meet in a `World`: threads of one process, or processes
+(`tests/proc/libraries.py`).
 
 Each is strict: an argument of another kind or shape than the library takes fails the test. Nothing here says that the
 libraries themselves work.
@@ -7,14 +8,14 @@ libraries themselves work.
 
 from __future__ import annotations
 
-import sys
 import threading
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup, all_gather_object
 
 
 class World:
@@ -35,13 +36,15 @@ class World:
         return every
 
 
-def install(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
+def install(put: Callable[[str, ModuleType], None], world: World) -> None:
+    """put: where modules are looked up."""
+
     def module(name: str, **contents: Any) -> None:
         made = ModuleType(name)
         made.__dict__.update(contents)
-        monkeypatch.setitem(sys.modules, name, made)
+        put(name, made)
 
-    module("deep_ep", Buffer=Buffer)
+    module("deep_ep", Buffer=type("Buffer", (Buffer,), {"world": world}))
     module("pplx_kernels", AllToAll=type("AllToAll", (AllToAll,), {"world": world}))
     module(
         "pplx_kernels.nvshmem", nvshmem_get_unique_id=lambda: torch.full((128,), 7, dtype=torch.uint8),
@@ -68,12 +71,16 @@ def check(x: Tensor, dtype: torch.dtype, *shape: int) -> None:
 
 
 class Buffer:
-    """deep_ep.Buffer; its process group is (world, rank)."""
+    """deep_ep.Buffer."""
+
+    world: World
 
     def __init__(
-        self, group: tuple[World, int], near: int, far: int, low_latency_mode: bool = False, num_qps_per_rank: int = 24
+        self, group: ProcessGroup, near: int, far: int, low_latency_mode: bool = False, num_qps_per_rank: int = 24
     ) -> None:
-        self.world, self.rank = group
+        self.rank, every = group.rank(), [None] * group.size()
+        all_gather_object(every, self.rank, group)
+        assert every == list(range(self.world.size))
         self.low = low_latency_mode
         assert far == 64 if low_latency_mode else (near, far) == (4096, 2048)
 

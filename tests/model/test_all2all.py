@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from planaria.config.all2all import EXCHANGES
-from planaria.mesh.all2all import All2All, make
+from planaria.mesh.all2all import All2All, Shapes, make
 from planaria.mesh.comm import Array, CollectiveAborted, Comm
 from planaria.mesh.nccl import NcclComm
 from tests.model.tensors import array
 from tests.model.test_mesh import Group
 
-HIDDEN, CHOICES, MOST = 48, 2, 40
+HIDDEN, CHOICES, MOST, SLOTS = 48, 2, 40, 8
 STEPS = [(3, 5), (0, 1), (7, 0), (0, 0), (MOST, MOST), (1, 1)]  # tokens of the lanes
 NAMES = [name for name, way in EXCHANGES.items() if not way.library]
 WAYS = [(name, dealt) for name in NAMES for dealt in (False, True)]
@@ -26,7 +26,7 @@ WAYS = [(name, dealt) for name in NAMES for dealt in (False, True)]
 def tokens(lane: int, step: int, layer: int, count: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(100 * step + 10 * layer + lane)
     hidden = torch.randn(count, HIDDEN, generator=generator).bfloat16()
-    slots = torch.randint(0, 8, (count, CHOICES), generator=generator, dtype=torch.int32)
+    slots = torch.randint(0, SLOTS, (count, CHOICES), generator=generator, dtype=torch.int32)
     return [hidden, slots, torch.rand(count, CHOICES, generator=generator)]
 
 
@@ -62,6 +62,10 @@ def all_steps(exchange: All2All, comm: Comm, width: int, in_order: bool = True) 
                 assert torch.equal(out, expected), "not added up in the order of ranks"
 
 
+def shapes(width: int) -> Shapes:
+    return Shapes(max_tokens=MOST, width=width, num_slots=SLOTS, top_k=CHOICES, hidden_size=HIDDEN)
+
+
 @pytest.mark.parametrize("kind", ["shared", "gloo", "nccl"])
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize(("name", "dealt"), WAYS)
@@ -70,9 +74,7 @@ def test_tokens_go_to_all_ranks_and_their_sums_come_back(kind: str, width: int, 
     group = Group(kind, 2 * width)
     try:
         group.run(
-            lambda comm: all_steps(
-                make(name, comm, width, (MOST, 4 * HIDDEN), dealt=dealt), comm, width, in_order=name != "naive"
-            )
+            lambda comm: all_steps(make(name, comm, shapes(width), dealt=dealt), comm, width, in_order=name != "naive")
         )
     finally:
         group.close()
@@ -92,7 +94,7 @@ class Heard:
 @pytest.mark.row("P23")
 def test_each_token_is_told_once_by_the_tensor_ranks_that_share_them(dealt: bool, told: list[tuple[int, int]]) -> None:
     heard = Heard(1, 4)
-    exchange = make("naive", heard, 2, (MOST, 4 * HIDDEN), dealt=dealt)  # type: ignore[arg-type]
+    exchange = make("naive", heard, shapes(2), dealt=dealt)  # type: ignore[arg-type]
     assert exchange.count([5, 4]) == 9
     exchange.dispatch([np.ones((5, HIDDEN))], [np.zeros((9, HIDDEN))])
     assert heard.rows == told
@@ -105,7 +107,7 @@ def test_a_wait_for_a_lane_that_is_gone_ends(kind: str, name: str, after: str) -
     group, done = Group(kind, 2), threading.Barrier(2)
 
     def work(comm: Comm) -> Callable[[], Any] | None:
-        exchange = make(name, comm, 1, (MOST, 4 * HIDDEN))
+        exchange = make(name, comm, shapes(1))
         exchange.begin(3)
         mine = of(comm, tokens(comm.rank, 0, 0, 3))
         into = [np.empty((6, *part.shape[1:]), part.dtype) for part in mine]
@@ -129,9 +131,9 @@ def test_a_wait_for_a_lane_that_is_gone_ends(kind: str, name: str, after: str) -
 
 
 def test_a_way_that_is_not_here() -> None:
-    with pytest.raises(ValueError, match="pplx"):
+    with pytest.raises(ValueError, match="carrier pigeons"):
         group = Group("gloo", 2)
         try:
-            make("pplx", group.comms[0], 1, (MOST, 4 * HIDDEN))
+            make("carrier pigeons", group.comms[0], shapes(1))
         finally:
             group.close()

@@ -27,7 +27,7 @@ from planaria.kernels.ops import Batch
 from planaria.kernels.reference import TorchOps
 from planaria.kernels.share import BatchShare
 from planaria.layers.build import build
-from planaria.mesh.all2all import make
+from planaria.mesh.all2all import Shapes, make
 from planaria.mesh.comm import Array, CollectiveAborted, Comm, Solo
 from planaria.mesh.mesh import Mesh
 from planaria.models import model_config
@@ -81,7 +81,12 @@ class Rank:
         parallel = msgspec.structs.replace(ParallelConfig(), enable_expert_parallel=True)
         shards = deal(config, width, 1, None, expert_map(config, parallel, size), rank // width)
         model = build(config, DictSource.open(folder), self.ops, quantization="none", shard=shards[rank % width])
-        self.exchanges = [make(name, group, width, (512, 4 * 64), dealt=width > 1) for group in groups]
+        assert config.moe is not None
+        shapes = Shapes(
+            max_tokens=512, width=width, num_slots=config.moe.num_experts, top_k=config.moe.top_k,
+            hidden_size=config.hidden_size,
+        )  # fmt: skip
+        self.exchanges = [make(name, group, shapes, dealt=width > 1) for group in groups]
         self.ops.join(tp, self.exchanges[0])
         self.driver = Driver(model, self.ops, block_size=16, num_blocks=64)
         self.forward, self.mesh = model.forward, Mesh(rank, tp, ep=groups[0], further=tuple(groups[1:]))

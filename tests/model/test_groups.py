@@ -55,9 +55,9 @@ def test_tensor_ranks_share_what_their_lane_tells(
     """So that no token crosses twice; not where the exchange does that by itself."""
     asked: list[tuple[str, int, bool]] = []
     monkeypatch.setattr(
-        all2all, "make", lambda name, group, width, limits, *, dealt: asked.append((name, width, dealt))
+        all2all, "make", lambda name, group, shapes, *, dealt: asked.append((name, shapes.width, dealt))
     )
     groups = groups_of(config, layout, all2all_backend=name)
-    groups.mesh = SimpleNamespace(ep=None, further=())  # type: ignore[assignment]
+    groups.mesh = SimpleNamespace(ep=SimpleNamespace(size=layout.size), further=())  # type: ignore[assignment]
     groups._make_exchanges()
     assert asked == [(name, layout.tp, dealt)]

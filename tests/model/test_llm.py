@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from planaria import LLM, AsyncLLM, SamplingParams
@@ -52,6 +53,45 @@ def test_seeds_and_choices(llm: LLM) -> None:
     assert len({tuple(choice) for choice in first}) == 4
     assert first[0] == ids(llm, IDS, seed=3, max_tokens=10)[0]
     assert first != ids(llm, IDS, n=4, seed=4, max_tokens=10)
+
+
+@pytest.mark.row("P26")
+def test_a_batch_that_was_broken_off_goes_on_from_its_journal(folder: str, tmp_path: Path) -> None:
+    """Greedy, and sampled with seeds that nobody gave; what is noted is not computed again, a torn line is."""
+    journal, prompts = tmp_path / "journal", [IDS, IDS[:2], IDS[:3]]
+    params = [
+        SamplingParams(temperature=0, max_tokens=30, ignore_eos=True), SamplingParams(max_tokens=3, ignore_eos=True),
+        SamplingParams(temperature=1, n=2, max_tokens=30, ignore_eos=True, logprobs=1),
+    ]  # fmt: skip
+    counted: list[int] = []
+
+    def break_off(done: int, tokens: int) -> None:
+        counted.append(tokens)
+        if sum(counted) > 40:
+            raise KeyboardInterrupt
+
+    with LLM(folder, **OPTIONS) as llm, pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts, params, on_tokens=break_off, journal=journal)
+    before = sum(counted)
+    journal.write_bytes(journal.read_bytes()[:-3])
+    with LLM(folder, **OPTIONS) as llm:
+        counted.clear()
+        outputs = llm.generate(prompts, params, on_tokens=lambda done, tokens: counted.append(tokens), journal=journal)
+        assert 93 - before < sum(counted) < 93 - before + 5, "only what the torn line said is computed again"
+        assert [len(choice.token_ids) for output in outputs for choice in output.outputs] == [30, 3, 30, 30]
+        assert outputs[0].outputs[0].token_ids == ids(llm, IDS, temperature=0, max_tokens=30)[0]
+        counted.clear()
+        again = llm.generate(prompts, params, on_tokens=lambda done, tokens: counted.append(tokens), journal=journal)
+        assert not sum(counted)
+        said = [[(c.text, c.token_ids, c.logprobs, c.finish_reason) for c in output.outputs] for output in outputs]
+        assert said == [
+            [(c.text, c.token_ids, c.logprobs, c.finish_reason) for c in output.outputs] for output in again
+        ]
+        with pytest.raises(ConfigError, match=r"journal .*is of other prompts"):
+            llm.generate(prompts[:2], params[:2], journal=journal)
+        seeds = msgspec.json.decode(journal.read_bytes().splitlines()[0])["seeds"]
+        (drawn,) = llm.generate([IDS[:3]], SamplingParams(temperature=1, max_tokens=30, ignore_eos=True, seed=seeds[2]))
+        assert drawn.outputs[0].token_ids == outputs[2].outputs[0].token_ids, "a continuation is as if nothing had been"
 
 
 def test_engine_seed(folder: str) -> None:

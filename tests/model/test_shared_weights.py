@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from planaria.config.options import EngineConfig, EngineOptions
 from planaria.config.resolve import resolve
+from planaria.hosts import weights
 from planaria.hosts.weights import WeightsMemory
 from planaria.kernels.cpu.ops import CpuOps
 from planaria.loader import WeightSource
@@ -195,3 +197,22 @@ def test_slices_of_experts_are_a_rank_s_own(
         sizes.append(sum(ops.memory(weight).nbytes for pair in pairs for weight in pair))
         ops.close()
     assert sizes == [2 * 8 * 3 * 64 * 64 * 4 // 2] * 2
+
+
+@pytest.mark.row("P10")
+def test_ranks_of_any_engine_read_in_turn(
+    config_for: Any, memory: WeightsMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines and spares of a node have this memory alone in common."""
+
+    def free() -> bool:
+        descriptor = memory._file.another()
+        return weights._lock(descriptor.number, fcntl.F_WRLCK, weights.LOCKS + weights.SLOTS)
+
+    def made(most: int | None) -> Any:
+        config = config_for("qwen2", max_parallel_loading_workers=most)
+        return rank_of(config, memory).make(ALL, "", build=None, ops=None, heard=pytest.fail)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(RankWeights, "_made", lambda self, *asked: free())
+    assert (made(1), made(None)) == (False, True)
+    assert free()

@@ -26,7 +26,7 @@ PROGRAM = """
 import json, sys, numpy, torch
 from types import SimpleNamespace
 from torch.nn.functional import silu
-from planaria.kernels.reference_experts import Routing, experts as plain
+from planaria.kernels.reference_experts import RoutedRows, experts as plain
 from planaria.kernels.gpu.experts import BLOCK_M, Table, experts, tiles_of
 
 def product(a, b, dtype):
@@ -51,7 +51,7 @@ for case in json.loads(sys.argv[1]):
     parts = torch.rand(tokens, case["k"])
     found = experts(x, chosen, parts, Table.of(weights), held)
     pairs = [tuple(SimpleNamespace(weight=each, bias=None) for each in pair) for pair in weights]
-    wanted = plain(x, Routing(chosen, parts), pairs, held, gated)
+    wanted = plain(x, RoutedRows(chosen, parts), pairs, held, gated)
     gap = float((found - wanted).abs().max())
     assert gap < (1e-5 if dtype is torch.float32 else 3e-3), (case, gap)
     assert wanted.abs().max() > 0.5

@@ -129,3 +129,16 @@ def test_a_share_of_a_gpu(folder: str, monkeypatch: pytest.MonkeyPatch, caplog: 
     assert "--kv-cache-memory says what KV takes" in caplog.text
     with pytest.raises(ConfigError, match=r"--gpu-memory-utilization 1\.5: must be at most 1"):
         resolved(folder, gpu_memory_utilization=1.5)
+
+
+def test_variables_of_vllm_are_named_in_one_warning(
+    folder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("VLLM_HOST_IP", "VLLM_LOGGING_LEVEL", "VLLM_USE_V1"):
+        monkeypatch.setenv(name, "1")
+    with caplog.at_level("WARNING", "planaria.config"):
+        resolved(folder)
+    assert [line for line in caplog.messages if "VLLM_" in line] == [
+        "variables of vLLM are not read: VLLM_HOST_IP (here: PLANARIA_HOST_IP), VLLM_LOGGING_LEVEL (here: "
+        "PLANARIA_LOG_LEVEL)"
+    ]

@@ -1,6 +1,7 @@
 """A program under an outer launcher: `python -m tests.proc.spmd_program FOLDER JSON`. Every process runs it.
 
-JSON: a model and options of LLM, prompts, and parameters of each generation. It writes what it saw to FOLDER/RANK.json.
+JSON: a model and options of LLM, prompts, parameters of each generation, and maybe a journal of the first. It writes
+what it saw to FOLDER/RANK.json; `came`: tokens that were computed for each.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ def main() -> int:
         return plain(data)
 
     spmd.digest = noted
-    begun = False
+    begun, came, journal = False, list[int](), what.get("journal")
 
     def on_tokens(done: int, tokens: int) -> None:
         nonlocal begun
+        came[-1] += tokens
         if tokens and not begun:
             begun = True
             (folder / f"begun {rank}").write_text(str(os.getpid()))
@@ -38,13 +40,15 @@ def main() -> int:
     try:
         llm = LLM(what["model"], distributed_executor_backend="external_launcher", **what["options"])
         for params in what["params"]:
-            outputs = llm.generate(what["prompts"], SamplingParams(**params), on_tokens=on_tokens)
+            came.append(0)
+            outputs = llm.generate(what["prompts"], SamplingParams(**params), on_tokens=on_tokens, journal=journal)
+            journal = None
             seen.setdefault("tokens", []).append([[c.token_ids for c in o.outputs] for o in outputs])  # type: ignore[attr-defined]
         seen["pids"] = llm.facts.ranks
         llm.close()
     except PlanariaError as e:
         seen["error"] = f"{type(e).__name__}: {e}"
-    seen["hashes"] = hashes
+    seen["hashes"], seen["came"] = hashes, came
     (folder / f"{rank}.json").write_text(json.dumps(seen))
     return 1 if "error" in seen else 0
 

@@ -3,6 +3,7 @@ takes its sequences with it."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import zmq
 
 from planaria.engine_port import Port
+from planaria.server.engine_client import EngineConnection
 from planaria.types import Delta, FinishReason, SamplingParams
 from planaria.wire import Cancel, EngineFacts, EngineStats, FromEngine, Gone, Output, Recovery, Submit, ToEngine
 from tests.api.fake_engine import facts
@@ -150,3 +152,24 @@ def test_a_client_that_reads_slowly_gets_fewer_and_larger_deltas(port: Port, con
     assert mine == steps and got == {"a": list(range(steps)), "a2": list(range(steps))}
     assert messages < steps / 2 and last.stats.step == steps and last.deltas[0].finish is FinishReason.STOP
     assert not port.waiting
+
+
+async def test_a_front_end_that_does_not_get_to_reading_holds_a_few_messages(port: Port) -> None:
+    """What it has no room for waits with the engine, which makes one message of it."""
+    connection = EngineConnection(lambda message: None)
+    connection.connect(port.address)
+    try:
+        assert connection._listener is not None
+        connection._listener.cancel()
+        connection.send(submit("a"))
+        await asyncio.to_thread(port.hello)
+        await asyncio.to_thread(received, port, 1)
+        step, tokens = 0, [7] * 50_000
+        while not port.waiting and step < 1000:
+            port.send(Output([Delta("a", step * len(tokens), tokens)], EngineStats(step=step)))
+            step += 1
+        for _ in range(100):  # tries, milliseconds apart, to send what there is room for
+            port.receive(100)
+        assert port.waiting
+    finally:
+        connection.close()

@@ -224,10 +224,11 @@ class Program:
     """tests.proc.spmd_program in `size` processes that an outer launcher would have started."""
 
     def __init__(
-        self, folder: Path, size: int, model: str, params: list[dict[str, Any]], options: dict[str, Any]
+        self, folder: Path, size: int, model: str, params: list[dict[str, Any]], options: dict[str, Any], **more: Any
     ) -> None:
         self.folder, self.size = folder, size
-        text = json.dumps({"model": model, "prompts": PROMPTS, "params": params, "options": options})
+        folder.mkdir(exist_ok=True)
+        text = json.dumps({"model": model, "prompts": PROMPTS, "params": params, "options": options, **more})
         port = str(free_port())
         self.processes = [
             subprocess.Popen(
@@ -275,6 +276,35 @@ def test_torchrun_gives_the_same_tokens_and_one_process_prints(generate: list[st
     lines = lines_of(run.stdout)
     assert [line["token_ids"] for line in lines] == one_process, run.stderr
     assert (lines[0]["executor"], lines[0]["link"], lines[0]["layout"]) == ("external_launcher", "spmd", "tp=2 pp=1")
+
+
+@pytest.mark.row("P26", "P2")
+def test_torchrun_starts_engines_of_a_dense_model(generate: list[str], one_process: list[object]) -> None:
+    """Each has a part of the prompts, and prints it."""
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
+         "-m", "planaria", *generate, "-dp", "2", "--distributed-executor-backend", "external_launcher"],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    lines = sorted(lines_of(run.stdout), key=lambda line: line["index"])
+    assert [line["token_ids"] for line in lines] == one_process, run.stderr
+    assert {line["layout"] for line in lines} == {"tp=1 pp=1"}
+    assert {tuple(line["ranks"]) for line in lines[::2]}.isdisjoint(tuple(line["ranks"]) for line in lines[1::2])
+
+
+@pytest.mark.row("P26", "X5")
+def test_what_is_started_again_goes_on_from_the_journal(tmp_path: Path, small: Path) -> None:
+    """The outer launcher ends all processes and starts them again; what had come is not computed again."""
+    journal = tmp_path / "journal"
+    given: Any = (2, str(small), [LONG, LONG], {**SMALL, "tensor_parallel_size": 2})
+    with Program(tmp_path / "before", *given, journal=str(journal)) as program:
+        program.wait_begun()
+        wait_until("tokens are noted", lambda: len(journal.read_bytes().splitlines()) > 50)
+    with Program(tmp_path / "after", *given, journal=str(journal)) as program:
+        seen = program.wait()
+    for each in seen:
+        assert each["tokens"][0] == each["tokens"][1], each.get("error")
+        assert 0 < each["came"][0] <= each["came"][1] - 40
 
 
 def test_a_program_sees_the_same_in_every_process(tmp_path: Path, small: Path, one_process: list[object]) -> None:

@@ -91,15 +91,16 @@ def test_it_lives_longer_than_the_thread_that_asked_for_it() -> None:
     end(*started)
 
 
-def test_half_a_start_leaves_no_process_and_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lacking", ["pidfd_open", "set_blocking"])
+def test_half_a_start_leaves_no_process_and_no_descriptor(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
     end(start("1"))
     before, fds = psutil.Process().children(), len(os.listdir("/proc/self/fd"))
 
-    def none_left(pid: int) -> int:
+    def none_left(*args: int) -> int:
         raise OSError(24, "Too many open files")
 
     with monkeypatch.context() as short:
-        short.setattr(os, "pidfd_open", none_left)
+        short.setattr(os, lacking, none_left)
         with pytest.raises(OSError, match="Too many open files"):
             start("1")
     assert psutil.Process().children() == before and len(os.listdir("/proc/self/fd")) == fds

@@ -24,13 +24,15 @@ BLOCKS = 37  # full ones of it that may be used again
 Ends = tuple[Server, Server, Proxy]
 
 
-def serve(model: Path, port: int, role: str, *, connector: str = "tcp", tp: int = 1, **more: Any) -> Server:
+def serve(
+    model: Path, port: int, role: str, *, connector: str = "tcp", tp: int = 1, pcp: int = 1, **more: Any
+) -> Server:
     """With what stands for others' packages, where they aren't installed."""
     config = {"kv_connector": connector, "kv_role": role, "kv_connector_extra_config": more}
     config |= {"kv_port": port} if port else {}
     return Server(
         str(model), "--served-model-name", "m", "--skip-tokenizer-init", "--dtype", "float32", "--threads", "1",
-        "-tp", str(tp), "--max-model-len", "1024", "--kv-cache-memory", "16MiB",
+        "-tp", str(tp), "-pcp", str(pcp), "--max-model-len", "1024", "--kv-cache-memory", "16MiB",
         "--kv-transfer-config", json.dumps(config),
         env={"PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(FOLDER)])},
     )  # fmt: skip
@@ -182,22 +184,24 @@ def test_a_producer_that_is_stopped_or_dead_costs_the_time_to_compute(ends: Ends
 
 
 @pytest.mark.long
-def test_a_directory_is_a_common_store(small: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("pcp", [1, 2])
+def test_a_directory_is_a_common_store(small: Path, tmp_path: Path, pcp: int) -> None:
     """What one server writes another finds, told by a proxy or not; and each goes on without the folder."""
-    folder = tmp_path / "kv"
-    both = [serve(small, 0, "kv_both", connector="directory", path=str(folder), size="1GiB") for _ in range(2)]
+    folder, size = tmp_path / "kv", 16 * pcp
+    blocks = (len(mixed(0)) - 1) // size
+    both = [serve(small, 0, "kv_both", connector="directory", pcp=pcp, path=str(folder), size="1GiB") for _ in range(2)]
     with both[0] as one, both[1] as other, Proxy(one.url, other.url) as proxy:
         expected = [tokens(ask(one.url, mixed(40 + i), cache_salt="alone")) for i in range(3)]
         answer = ask(proxy.url, mixed(40))
-        assert tokens(answer) == expected[0] and cached(answer) == BLOCKS * 16
+        assert tokens(answer) == expected[0] and cached(answer) == blocks * size
         assert proxy.params[-1]["remote_host"] is None
         ask(one.url, mixed(41))  # long, so it is kept, though nobody says for whom
-        wait_until("it is written", lambda: metric(one, "tier_saved_blocks_total", store="directory") >= 5 * BLOCKS)
+        wait_until("it is written", lambda: metric(one, "tier_saved_blocks_total", store="directory") >= 5 * blocks)
         wait_until(
-            "it is seen", lambda: metric(other, "tier_blocks", store="directory") >= 5 * BLOCKS or held(other) < 0
+            "it is seen", lambda: metric(other, "tier_blocks", store="directory") >= 5 * blocks or held(other) < 0
         )
         answer = ask(other.url, mixed(41))
-        assert tokens(answer) == expected[1] and cached(answer) == BLOCKS * 16
+        assert tokens(answer) == expected[1] and cached(answer) == blocks * size
         folder.rename(tmp_path / "gone")
         folder.write_text("no folder any more")
         answer = ask(proxy.url, mixed(42))

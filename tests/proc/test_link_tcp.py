@@ -19,7 +19,7 @@ import zmq
 
 from planaria.executor.link.address import TcpAddress
 from planaria.executor.link.codec import answer
-from planaria.executor.link.faults import ConnectionLost, Fenced, LinkError
+from planaria.executor.link.faults import DRIVER, ConnectionLost, Fenced, LinkError
 from planaria.executor.link.keys import Invitation, Keys, Pair
 from planaria.executor.link.stream import FrameStream, Kind
 from planaria.executor.link.tcp import TcpLink
@@ -285,6 +285,34 @@ def test_a_cut_cable_and_a_stopped_rank_are_noticed_within_the_heartbeat() -> No
         for process in processes:
             process.kill()
             process.wait(LIMIT)
+
+
+def test_who_does_not_receive_learns_of_a_lost_driver_by_its_pulse() -> None:
+    """And a command that comes by the pulse's look is not lost."""
+    link = TcpLink(1)
+    cable = Cable(int(link.address.rpartition(":")[2]))
+    port = TcpPort(msgspec.structs.replace(link.invitation(0), address=f"tcp://127.0.0.1:{cable.port}"))
+    try:
+        link.send(1, Call("echo", (1,)))
+        wait_until("it has said hello", lambda: link.ranks("connected") == [0])
+        wait_until("the command is there", lambda: port.beat() or port._heard)
+        assert port.receive(0) == (1, Call("echo", (1,)))
+        cable.cut.set()
+        link.send(2, Call("echo", (2,)))  # what carries it sees that it is cut, and hangs up when it is closed
+        cable.close()
+
+        def looked() -> bool:
+            try:
+                port.beat()
+            except ConnectionLost as e:
+                return e.ranks == (DRIVER,)
+            return False
+
+        wait_until("it is noticed", looked)
+    finally:
+        cable.close()
+        port.close()
+        link.close()
 
 
 def test_who_is_forgotten_while_it_is_there_is_fenced_and_may_come_again() -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import openai
@@ -112,10 +113,13 @@ def test_a_killed_rank_is_named_at_once() -> None:
     assert not alive(rank)
 
 
+@pytest.mark.row("X3")
 def test_close_ends_the_rank() -> None:
-    with LLM("smollm2", **OPTIONS) as llm:
+    """Whose link has chunks of the size that was asked for."""
+    with LLM("smollm2", **OPTIONS, link_chunk_bytes=1 << 13) as llm:
         (rank,) = llm.facts.ranks
-        assert alive(rank)
+        link: Any = llm._loop.gang.link
+        assert alive(rank) and link.segment.ring()[2] == 1 << 13
     assert not alive(rank)
 
 

@@ -24,14 +24,14 @@ from tests.proc.test_nodes import SECRET, Command
 
 
 class Pods:
-    """Two of them, each in a network of its own."""
+    """Two of them, each in a network of its own. dealt: how experts are."""
 
-    def __init__(self, made: networks.Networks, model: Path, secret: Path) -> None:
+    def __init__(self, made: networks.Networks, model: Path, secret: Path, dealt: list[str]) -> None:
         self.spaces, self.prefixes, self.model, self.port = made.spaces, made.prefixes, str(model), free_port()
         secret.write_bytes(SECRET)
         self.options = [
-            self.model, *OPTIONS, "--enable-expert-parallel", "-dp", "2", "--data-parallel-address", "10.93.0.1",
-            "--host", "0.0.0.0", "--secret-file", str(secret), "--heartbeat-timeout", "5",
+            self.model, *OPTIONS, *dealt, "-dp", "2", "--data-parallel-address", "10.93.0.1", "--host",
+            "0.0.0.0", "--secret-file", str(secret), "--heartbeat-timeout", "5",
         ]  # fmt: skip
         self.second = self.start_second()
         self.first = Server(*self.options, "--data-parallel-rank", "0", port=self.port, prefix=self.prefixes[0])
@@ -55,11 +55,14 @@ class Pods:
             return 0
 
 
-@pytest.fixture(scope="module")
-def pods(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[Pods]:
+DEALT = {"in slices": [], "whole": ["--enable-expert-parallel"]}
+
+
+@pytest.fixture(scope="module", params=["in slices", pytest.param("whole", marks=pytest.mark.long)])
+def pods(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[Pods]:
     try:
         with networks.two_networks() as made:
-            pods = Pods(made, folder, tmp_path_factory.mktemp("pods") / "secret")
+            pods = Pods(made, folder, tmp_path_factory.mktemp("pods") / "secret", DEALT[request.param])
             with pods.second, pods.first:
                 yield pods
                 pods.first.close()

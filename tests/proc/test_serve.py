@@ -43,6 +43,18 @@ def test_paris(client: openai.OpenAI) -> None:
     assert answer.usage is not None and answer.usage.completion_tokens == 4
 
 
+def test_a_request_that_says_nothing_is_sampled_as_the_models_makers_would(client: openai.OpenAI) -> None:
+    """By what generation_config.json has, and seeds make it the same."""
+
+    def text(**said: float) -> str:
+        answer = client.completions.create(
+            model="smollm2", prompt="Once upon a time", seed=3, max_tokens=24, **said  # type: ignore[arg-type]
+        )  # fmt: skip
+        return answer.choices[0].text
+
+    assert text() == text(temperature=0.2, top_p=0.9) != text(temperature=1.0, top_p=1.0)
+
+
 def test_chat_streams_what_it_answers(client: openai.OpenAI) -> None:
     messages = [{"role": "user", "content": "Name three colours."}]
     whole = client.chat.completions.create(model="smollm2", messages=messages, temperature=0, max_tokens=40)  # type: ignore[arg-type]

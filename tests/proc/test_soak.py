@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks import false_alarms
 from benchmarks.deployment import Footprint
-from benchmarks.soak import FAULTS, Sample, Soak, growths, run, verdict
+from benchmarks.soak import FAULTS, RESIZED, Sample, Soak, growths, run, verdict
+from planaria.cli.traces import Trace, TracedRequest
 from tests.proc.servers import needs_smollm2
 
 EVERY = 1.0  # seconds
@@ -37,6 +38,19 @@ def test_there_were_faults_of_every_kind_and_recoveries(soak: Soak) -> None:
     assert set(soak.faults) == set(FAULTS) and all(soak.faults.values())
     assert soak.recoveries["rank"] >= 1 and sum(soak.recoveries.values()) >= 2
     assert soak.samples and soak.samples[-1].total.processes == 6  # server, engine, a fork server of each, two ranks
+
+
+@pytest.mark.long
+@needs_smollm2
+def test_everything_at_once() -> None:
+    """The hour of `python -m benchmarks.soak --trace FILE`, for four blows."""
+    trace = Trace([TracedRequest(2.0 * i, 20 + 7 * i, 10 + i) for i in range(12)], 16)
+    drafts = '{"method": "ngram", "num_speculative_tokens": 3}'
+    options = ["--max-model-len", "512", "--kv-cache-memory", "64MiB", "--speculative-config", drafts]
+    soak = run("smollm2", 0.0, 2.0, options=[*options, *PATIENT], seed=3, blows=4, trace=trace)
+    assert verdict(soak) == []
+    assert sum(soak.faults.values()) == 4 and soak.faults[RESIZED]
+    assert soak.requests and soak.responses and soak.left_early
 
 
 def test_growth_is_seen() -> None:

@@ -17,7 +17,7 @@ from planaria.hosts import weights
 from planaria.hosts.memory import KVMemory
 from planaria.hosts.weights import HUGE, UnwrittenPart, WeightsMemory, WrittenPart
 from planaria.node import ProcessGone
-from tests.proc.servers import wait_until
+from tests.proc.servers import PATIENCE, wait_until
 
 ONE, OTHER = b"one part" * 2, b"another " * 2
 SIZE = 3 * HUGE + 100
@@ -164,3 +164,24 @@ def test_it_has_no_name_and_ends_with_who_has_it() -> None:
     gc.collect()
     with pytest.raises(ProcessGone):
         origin.open()
+
+
+def test_only_so_many_of_a_node_read_at_a_time(memory: WeightsMemory) -> None:
+    """Whatever engine they are of; a turn ends with the process that had it."""
+    order: list[str] = []
+    waits = threading.Event()
+
+    def third() -> None:
+        with of(memory).turn(2, lambda fraction: waits.set()):
+            order.append("third")
+
+    with of(memory).turn(2, pytest.fail), of(memory).turn(None, pytest.fail):
+        with of(memory).turn(2, pytest.fail):
+            thread = threading.Thread(target=third)
+            thread.start()
+            assert waits.wait(PATIENCE)
+            order.append("second")
+        thread.join(PATIENCE)
+    assert order == ["second", "third"]
+    with of(memory).turn(1, pytest.fail):
+        pass

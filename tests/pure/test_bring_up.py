@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from planaria.config.options import CacheConfig, SchedulerConfig
+from planaria.config.options import CacheConfig, DeviceConfig, SchedulerConfig
 from planaria.errors import CapacityError
 from planaria.executor.bring_up import KV_CPU_LIMIT, BringUp, CommittedKV, Memory, differences, kv_blocks, weights_of
+from planaria.executor.gang import Gang
+from planaria.hosts.host import Place
 from planaria.protocol import Allocate, Command, Facts, Failed, Hello, Join, Load, Probe, Ready, Regroup, Reply
 from planaria.topology import Layout
 from planaria.worker.null import NullRank
@@ -98,6 +100,7 @@ def test_only_so_many_load_at_a_time() -> None:
     assert loads == [(0, 1, 2), (3,)]
 
 
+@pytest.mark.row("P25")
 def test_the_rank_with_the_least_memory_decides() -> None:
     plenty, little = starting(), starting()
     commands_of(plenty, 2)
@@ -137,6 +140,23 @@ def test_ranks_of_a_node_take_from_the_same_memory() -> None:
     assert kv([8 * MIB] * 2 + [2 * MIB], Memory(True, (2, 2, 1))) == one // 4, "the poorest decides"
     assert kv([3 * MIB] * 2, Memory(False, (1, 1))) == 3 * MIB, "each has its accelerator"
     assert kv([3 * MIB] * 2, Memory(False, (2, 2))) == 3 * MIB // 2, "both use one"
+
+
+def test_a_gang_counts_its_ranks_by_the_memory_that_they_take() -> None:
+    """Of a node; on accelerators, each its own."""
+
+    def counted(device: str, *places: tuple[str, int]) -> tuple[int, ...]:
+        config = SimpleNamespace(device=DeviceConfig(device=device, dtype="bfloat16", quantization="none", threads=1))
+        found = [Place(rank, home, home, devices=(number,)) for rank, (home, number) in enumerate(places)]
+        gang = SimpleNamespace(
+            config=config, places=found, came_up=False, kv_bytes={}, layout=Layout(), kv_share=1,
+            kv=SimpleNamespace(returns=0),
+        )  # fmt: skip
+        return Gang._memory(gang).ranks_at  # type: ignore[arg-type]
+
+    places = ("a", 0), ("a", 1), ("b", 0), ("b", 0)
+    assert counted("cpu", *places, ("c", 0)) == (2, 2, 2, 2, 1)
+    assert counted("cuda", *places) == (1, 1, 2, 2)
 
 
 def test_a_size_that_is_given_is_there_for_every_rank_of_a_node() -> None:

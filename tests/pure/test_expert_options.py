@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from planaria.config.all2all import BACKENDS, LIBRARIES, ExpertShapes
+from planaria.config.all2all import BACKENDS, DEFAULT, LIBRARIES, ExpertShapes, way_of
 from planaria.config.data_parallel import may_slice
-from planaria.config.experts import eplb_config, not_yet, resolve_experts
+from planaria.config.experts import eplb_config, resolve_experts
 from planaria.config.machine import Machine
 from planaria.config.options import EngineOptions, EPLBConfig, ParallelConfig
 from planaria.config.parallel import ranks_here, resolve_parallel
@@ -24,14 +24,8 @@ LAPTOP = Machine(cores=64, ray_installed=True)
 TP2, DP2, DP8 = {"tensor_parallel_size": 2}, {"data_parallel_size": 2}, {"data_parallel_size": 8}
 EP, EPLB = {"enable_expert_parallel": True}, {"enable_eplb": True}
 DP_RAY = {"data_parallel_backend": "ray"}
-DEEPEP_LL = "deepep_low_latency"
+DEEPEP_LL, DEEPEP_HT = "deepep_low_latency", "deepep_high_throughput"
 EVERY_LIBRARY = LIBRARIES
-
-
-@pytest.fixture(autouse=True)
-def everything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the engine can't do yet is a rule of its own, and comes last."""
-    monkeypatch.setattr("planaria.config.experts.not_yet", lambda config: None)
 
 
 def resolved(
@@ -42,14 +36,6 @@ def resolved(
     config, _ = resolve_parallel(options, LAPTOP, "cpu", slices=slices)
     config, notes = resolve_experts(config, options, device, shapes, libraries)
     return config, [line for level, line in notes if level == logging.WARNING]
-
-
-def test_engines_that_share_no_experts_are_told_of() -> None:
-    """Those behind an outside balancer, and those of two kinds."""
-    assert resolved(**DP2)[1] == [
-        "2 engines have all experts each; --enable-expert-parallel deals them to the ranks of all"
-    ]
-    assert resolved(**DP2, **EP)[1] == resolved(None, **DP2)[1] == resolved(**DP2, slices=True)[1] == []
 
 
 @pytest.mark.row("P6")
@@ -69,8 +55,8 @@ def test_data_parallel_ranks_have_slices_of_experts() -> None:
 
 def test_when_there_would_be_slices() -> None:
     for given, wanted in (
-        (DP2, True), ({}, False), ({**DP2, **EP}, False), ({**DP2, "data_parallel_rank": 1}, False),
-        ({**DP2, "data_parallel_hybrid_lb": True}, False), ({**DP2, "prefill_engines": 1, "decode_engines": 1}, False),
+        (DP2, True), ({}, False), ({**DP2, **EP}, False), ({**DP2, "data_parallel_rank": 1}, True),
+        ({**DP2, "data_parallel_hybrid_lb": True}, True), ({**DP2, "prefill_engines": 1, "decode_engines": 1}, False),
         ({**DP2, "headless": True, "data_parallel_start_rank": 1, "data_parallel_size_local": 1}, True),
     ):  # fmt: skip
         assert may_slice(EngineOptions(model="m", **given)) == wanted, given
@@ -237,18 +223,13 @@ def test_a_balancing_configuration_as_text_or_as_what_it_says() -> None:
     assert not eplb_config('{"log_balancedness_interval": 0}').log_balancedness  # nobody logs: it isn't looked at
 
 
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({**EP, **DP2, "all2all_backend": "pplx"}, "--all2all-backend pplx: this version has no ranks that exchange"),
-        ({**EP, "all2all_backend": "pplx"}, "--all2all-backend pplx: this version has no ranks"),  # lanes may come
-    ],
-)
-def test_what_this_version_cannot_do_is_refused(given: dict[str, Any], named: str) -> None:
-    """And what it can isn't: the list gets shorter."""
-    not_yet(resolved(**EP, **TP2, **DP2)[0])
-    with pytest.raises(ConfigError, match=named):
-        not_yet(resolved(SMALL, "cuda", EVERY_LIBRARY, **given)[0])
+def test_the_way_of_a_layout_in_force() -> None:
+    """Ranks may be lost, and what is left may be more or fewer than a library takes."""
+    for name, slots, ranks, used in (
+        ("pplx", 8, 4, "pplx"), ("pplx", 8, 3, DEFAULT), (DEEPEP_HT, 96, 4, DEEPEP_HT), (DEEPEP_HT, 96, 3, DEFAULT),
+        (DEEPEP_HT, 96, 16, DEEPEP_HT), (DEEPEP_LL, 96, 3, DEEPEP_LL), ("naive", 8, 3, "naive"),
+    ):  # fmt: skip
+        assert way_of(name, slots, ranks) == used
 
 
 def test_data_parallel_ranks_that_share_experts_are_lanes_of_one_engine() -> None:
@@ -262,8 +243,8 @@ def test_data_parallel_ranks_that_share_experts_are_lanes_of_one_engine() -> Non
 
 
 ONE_ENGINE: list[tuple[dict[str, Any], str]] = [
-    ({"data_parallel_rank": 0}, "--data-parallel-external-lb True: pods of one engine .* add --data-parallel-address"),
-    ({"data_parallel_start_rank": 0, "data_parallel_size_local": 1}, "--data-parallel-hybrid-lb True: pods of one"),
+    ({"data_parallel_rank": 0}, "-external-lb True: pods share the model's .* add --data-parallel-address, or"),
+    ({"data_parallel_start_rank": 0, "data_parallel_size_local": 1}, "--data-parallel-hybrid-lb True: pods share"),
     ({"distributed_executor_backend": "uni"}, "use mp or ray"),
     ({"nnodes": 3}, r"world size 2 \(-tp 1 x -pp 1 x -dp 2\) can't be split evenly over the nodes; choose -tp, -pp"),
     ({"nnodes": 2, "data_parallel_size_local": 2}, "-local 2: .* dealt evenly to 2 nodes; leave it out, or give 1"),
@@ -274,8 +255,9 @@ ONE_ENGINE: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("given", "named"), ONE_ENGINE, ids=[named for _, named in ONE_ENGINE])
 def test_what_is_about_several_engines_is_refused_for_one(given: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        resolved(**EP, **DP2, **given)
+    for how in (EP, {"slices": True}):
+        with pytest.raises(ConfigError, match=named):
+            resolved(**how, **DP2, **given)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_a_sample_is_of_the_last_while() -> None:
         metrics.itl.observe(0.012)
         metrics.queue.observe(0.3)
     sample = keep(1.0, prompt_tokens=512)
-    assert sample.prompt_tokens == 512
+    assert sample.computed_prompt_tokens == 512
     assert sample.first_50 == pytest.approx(0.03) and sample.between_99 == pytest.approx(0.02485)
     assert sample.queued_90 is not None and 0.25 < sample.queued_90 < 0.5
     for _ in range(100):

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.errors import RequestError
-from planaria.server.journal_queue import News, Op, WriteQueue
+from planaria.server.journal_queue import JournalNews, Op, WriteQueue
 from planaria.server.kept import Kept
 from planaria.server.records import Again, ConversationItem, Head, Outcome, PieceRecord, Record, Whole, frame, scan
 from planaria.server.response_shapes import event_bytes, num_events
@@ -151,7 +151,7 @@ class SimulatedJournal:
 
     def __init__(self, disk: Disk) -> None:
         self.disk, self.queue, self.batch = disk, WriteQueue(), list[Op]()
-        self.tell: Callable[[list[News]], None] = lambda news: None
+        self.tell: Callable[[list[JournalNews]], None] = lambda news: None
 
     def put(self, op: Op) -> None:
         self.queue.add(op)
@@ -311,10 +311,10 @@ def test_durable() -> None:
 def acknowledged_when_written() -> Any:
     done = WriteQueue.done
 
-    def early(self: WriteQueue, op: Op) -> Iterator[News]:
+    def early(self: WriteQueue, op: Op) -> Iterator[JournalNews]:
         yield from done(self, op)
         if op.kind == "create":
-            yield News("accepted", op.id)
+            yield JournalNews("accepted", op.id)
 
     return patch.object(WriteQueue, "done", early)
 
@@ -355,8 +355,8 @@ def tokens_forgotten() -> Any:
 
 
 def what_failed_is_dropped() -> Any:
-    def dropped(self: WriteQueue, op: Op, why: str, later: Any = ()) -> Iterator[News]:
-        yield News("failing", op.id, op.count, why)
+    def dropped(self: WriteQueue, op: Op, why: str, later: Any = ()) -> Iterator[JournalNews]:
+        yield JournalNews("failing", op.id, op.count, why)
 
     return patch.object(WriteQueue, "failed", dropped)
 

@@ -155,7 +155,7 @@ GOOD: dict[str, list[bytes]] = {
     "boot": [boot()],
     "agent said": [nodes.encode_from_agent(0, nodes.ChildNews(1, 2, "said", "ended", 3))],
     "agent told": [nodes.encode(nodes.Spawn(1, 2, Program("module"), b"boot"))],
-    "round": [circle.encode(circle.Round(1.5, (circle.Part("step 1", b"hash", b"reply"),)))],
+    "round": [circle.encode(circle.Round(1.5, (circle.CirclePart("step 1", b"hash", b"reply"),)))],
 }
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 
 import pytest
 
-from planaria.node import readable
+from planaria.node import readable, writable
 
 
 @pytest.fixture
@@ -23,11 +24,18 @@ def high() -> int:
 
 def test_whatever_its_number_a_descriptor_is_looked_at(high: int) -> None:
     read, write = os.pipe()
-    os.dup2(read, high)
     try:
+        os.dup2(read, high)
         assert not readable(high)
         os.write(write, b"x")
         assert readable(high, 5.0)
+        os.dup2(write, high)
+        assert writable(high, 5.0)
+        os.set_blocking(write, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(write, bytes(4096))
+        assert not writable(high, 0.0)
     finally:
         for fd in (read, write, high):
             os.close(fd)

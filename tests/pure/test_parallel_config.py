@@ -101,8 +101,6 @@ REFUSED: list[tuple[str, Machine, str, dict[str, Any], str, str]] = [
      "--dcp-kv-cache-interleave-size 4", "leave the old one out"),
     ("shares on a GPU", LAPTOP, "cuda", {"prefill_context_parallel_size": 2}, "context parallel of prefill",
      "use --decode-context-parallel-size"),
-    ("shares for other servers", LAPTOP, "cpu", {"prefill_context_parallel_size": 2, "kv_transfer_config": "{}"},
-     "-size 2: context parallel", "leave one of the two out"),
     ("shares of two kinds of engines", LAPTOP, "cpu",
      {"prefill_context_parallel_size": 2, "prefill_engines": 1, "decode_engines": 1},
      "(--prefill-engines)", "leave one of the two out"),
@@ -192,7 +190,7 @@ REFUSED: list[tuple[str, Machine, str, dict[str, Any], str, str]] = [
     ("headless, between", LAPTOP, "cpu", {**DP4, "headless": True, "data_parallel_size_local": 2,
      "data_parallel_start_rank": 1, "data_parallel_address": "10.0.0.2"}, "-start-rank 1", "multiple of 2"),
     ("engines of torchrun", msgspec.structs.replace(LAPTOP, outer=RANK_1), "cpu", {**DP4, **EXTERNAL},
-     "--data-parallel-size 4", "share of the prompts"),
+     "RANK is 1 and WORLD_SIZE 2, and -dp 4 engines of 1 ranks are 4", "torchrun --nproc-per-node 4"),
     ("both balancings", LAPTOP, "cpu", {**DP4, "data_parallel_rank": 1, "data_parallel_hybrid_lb": True},
      "--data-parallel-hybrid-lb", "one kind"),
     ("external, one engine", LAPTOP, "cpu", {"data_parallel_rank": 0}, "--data-parallel-external-lb", "leave it out"),
@@ -202,7 +200,7 @@ REFUSED: list[tuple[str, Machine, str, dict[str, Any], str, str]] = [
     ("external, several", LAPTOP, "cpu", {**DP4, "data_parallel_rank": 1, "data_parallel_size_local": 2},
      "size-local 2", "leave it out"),
     ("pods, where", LAPTOP, "cpu", {**DP4, "enable_expert_parallel": True, "data_parallel_rank": 1},
-     "--data-parallel-external-lb True: pods of one engine", "add --data-parallel-address"),
+     "--data-parallel-external-lb True: pods share the model's", "add --data-parallel-address"),
     ("pods, between", LAPTOP, "cpu", {**DP4, **PODS, "data_parallel_start_rank": 1, "data_parallel_size_local": 2},
      "-start-rank 1", "multiple of 2"),
     ("pods, uneven", LAPTOP, "cpu", {**DP4, **PODS, "data_parallel_start_rank": 0, "data_parallel_size_local": 3},
@@ -546,6 +544,18 @@ def test_the_environment_of_an_outer_launcher(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("RANK", "three")
     with pytest.raises(ConfigError, match=r"\$RANK 'three'"):
         outer_launcher()
+
+
+@pytest.mark.row("P26", "P2")
+def test_engines_of_an_outer_launcher() -> None:
+    """Of a dense model: DP rank = RANK // (world / DP), and an engine that is one of its own."""
+    for rank, replica, own in ((0, 0, 0), (1, 0, 1), (2, 1, 0), (5, 2, 1)):
+        outer = OuterLauncher(rank=rank, world_size=6, local_rank=rank, local_world_size=6)
+        machine = msgspec.structs.replace(LAPTOP, outer=outer)
+        config = resolved(machine, **TP2, **EXTERNAL, data_parallel_size=3)
+        assert config.outer is not None and (config.data_parallel_size, config.data_parallel_index) == (1, replica)
+        assert (config.outer.rank, config.outer.world_size, config.outer.local_rank) == (own, 2, rank)
+        assert (config.outer.replica, config.outer.replicas, config.world_size) == (replica, 3, 2)
 
 
 @pytest.mark.row("P22")

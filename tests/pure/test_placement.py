@@ -20,7 +20,7 @@ from planaria.topology import (
     Layout,
     Node,
     Placement,
-    Slot,
+    RankSlot,
     cluster_of_bundles,
     place,
     place_at,
@@ -147,7 +147,7 @@ def test_feasible_exactly_when_trying_everything_finds_one(cluster, layout, befo
     for choice in itertools.permutations(devices, layout.size):
         if any(choice[rank] != place for rank, place in kept.items()):
             continue
-        lone = lone_groups(Placement(layout, [Slot(r, layout.coords(r), *choice[r]) for r in range(layout.size)]))
+        lone = lone_groups(Placement(layout, [RankSlot(r, layout.coords(r), *choice[r]) for r in range(layout.size)]))
         if span or lone == layout.size // layout.tp:
             best = max(lone, best or 0)
     placement = attempt(cluster, layout, keep=old, span=span)

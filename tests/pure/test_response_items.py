@@ -10,7 +10,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-from openai.types.responses import ResponseOutputItem, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from planaria.parsers.output import CALL_FORMATS
@@ -28,7 +27,10 @@ CUTS = 5  # of each text
 
 @cache
 def openai_types() -> tuple[TypeAdapter[Any], TypeAdapter[Any]]:
-    """Of an event and of an item, as OpenAI's client knows them; made when they are needed, in half a second."""
+    """Of an event and of an item, as OpenAI's client knows them; made when they are needed, in half a second, after a
+    second for the import."""
+    from openai.types.responses import ResponseOutputItem, ResponseStreamEvent
+
     return TypeAdapter(ResponseStreamEvent), TypeAdapter(ResponseOutputItem)
 
 

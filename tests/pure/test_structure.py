@@ -14,6 +14,7 @@ LARGEST_CLASS = 300  # lines
 
 # Read as text: parsing all of the package takes a second and a half.
 CLASS = re.compile(r"^ *class (\w+)(?:\[.*\])?[(:]", re.MULTILINE)
+ALIAS = re.compile(r"^([A-Z]\w*[a-z]\w*) = (?!Any$)", re.MULTILINE)  # of a type
 WHOLE_CLASS = re.compile(r"^class .*\n(?:(?:[ )#].*)?\n)*", re.MULTILINE)  # to the next line at the margin
 IMPORT = re.compile(r"^ *(?:from|import) planaria\b(?:\.(\w+)|(?: import (\([^)]*\)|.*))?)", re.MULTILINE)
 
@@ -52,6 +53,9 @@ def test_no_class_has_anothers_name() -> None:
             places[name].append(str(path))
     assert len(places) > 500
     assert not {name: where for name, where in places.items() if len(where) > 1}
+    aliases = [(name, str(path)) for path, text in package().items() for name in ALIAS.findall(text)]
+    assert len(aliases) > 50
+    assert not [alias for alias in aliases if alias[0] in places], "a type that is called as a class is"
 
 
 def test_no_class_is_larger_than_a_few_pages() -> None:
@@ -64,3 +68,17 @@ def test_no_two_packages_import_each_other() -> None:
     edges = set(imports())
     assert len(edges) > 100
     assert not {edge for edge in edges if edge[::-1] in edges and edge[0] < edge[1]}
+
+
+def test_what_the_architecture_calls_pure_the_import_contract_holds() -> None:
+    """A package as a whole, or each module by name."""
+    held = set(re.findall(r"^    planaria\.([\w.]+)$", (ROOT.parent / ".importlinter").read_text(), re.MULTILINE))
+    tree = (ROOT.parent / "docs" / "ARCHITECTURE.md").read_text().partition("## 2. Layout")[2].partition("## 3")[0]
+    package, found = "", set[str]()
+    for line in tree.splitlines():
+        package = begun[1] if (begun := re.match(r"  (\w+)/", line)) else package
+        if pure := re.search(r" PURE +(.*)", line):
+            listed = re.sub(r"\([^)]*\)", "", pure[1])
+            found |= {f"{package}.{name.strip('/ ').removesuffix('.py')}" for name in re.split(r"[,·]", listed)}
+    assert {"hosts.pool", "executor.health", "server.kept", "core.router"} <= found
+    assert not {module for module in found if module not in held and module.partition(".")[0] not in held}

@@ -102,7 +102,7 @@ def test_smollm2_splits_digits_one_by_one(smollm2: Tokenizer) -> None:
 
 def test_smollm2_ids(smollm2: Tokenizer) -> None:
     assert smollm2.encode("The capital of France is") == [504, 3575, 282, 4649, 314]
-    assert (smollm2.eos_ids, smollm2.bos_id, smollm2.vocab_size) == ((2,), 1, 49152)
+    assert (smollm2.eos_ids, smollm2.vocab_size) == ((2,), 49152)
     assert smollm2.encode("<|im_end|>") == [2]
     assert smollm2.token_text(2) == "<|im_end|>"
     assert [smollm2.token_bytes(i) for i in smollm2.encode("🜀")] == [b"\xf0\x9f", b"\x9c", b"\x80"]
@@ -147,7 +147,6 @@ def test_eos_comes_from_all_three_places(tmp_path: Path) -> None:
     checkpoint.config["eos_token_id"] = 9
     tokenizer = load_tokenizer(checkpoint)
     assert tokenizer.eos_ids == (7, 9, 2)
-    assert tokenizer.bos_id == 1
 
 
 def test_missing_and_damaged_tokenizers(tmp_path: Path) -> None:

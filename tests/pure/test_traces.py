@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from planaria.cli.bench_serve import made_up, replayed
-from planaria.cli.traces import Prompts, Trace, TracedRequest, read_trace
+from planaria.cli.traces import Trace, TracedRequest, TracePrompts, read_trace
 from planaria.errors import ConfigError
 
 DATA = Path(os.environ.get("PLANARIA_TEST_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
@@ -85,17 +85,17 @@ def test_no_file_and_no_text(tmp_path: Path) -> None:
 
 
 def test_equal_blocks_are_equal_tokens() -> None:
-    prompts = Prompts(8, 0, 100, 30_000)
+    prompts = TracePrompts(8, 0, 100, 30_000)
     a, b, c = (prompts.tokens(TracedRequest(0.0, 20, 1, blocks)) for blocks in ((1, 2, 3), (1, 2, 4), (5, 2, 3)))
     assert len(a) == 20 and a[:16] == b[:16] and a[16:] != b[16:]
     assert a[:8] != c[:8] and a[8:] == c[8:]
-    assert a == Prompts(8, 0, 100, 30_000).tokens(TracedRequest(0.0, 20, 1, (1, 2, 3)))
-    assert a != Prompts(8, 1, 100, 30_000).tokens(TracedRequest(0.0, 20, 1, (1, 2, 3)))
+    assert a == TracePrompts(8, 0, 100, 30_000).tokens(TracedRequest(0.0, 20, 1, (1, 2, 3)))
+    assert a != TracePrompts(8, 1, 100, 30_000).tokens(TracedRequest(0.0, 20, 1, (1, 2, 3)))
     assert all(100 <= token < 30_000 for token in a + b + c)
 
 
 def test_prompts_without_blocks_share_nothing() -> None:
-    prompts = Prompts(1, 0, 100, 30_000)
+    prompts = TracePrompts(1, 0, 100, 30_000)
     a, b = prompts.tokens(TracedRequest(0.0, 20, 1)), prompts.tokens(TracedRequest(0.0, 20, 1))
     assert len(a) == len(b) == 20 and a != b
 
@@ -105,7 +105,7 @@ def test_speed_length_and_end_of_a_replay() -> None:
     trace = Trace([TracedRequest(*request) for request in requests], 512)
     fast = replayed(trace, 10.0, 0.1, 1.5)
     assert fast == Trace([TracedRequest(0.0, 100, 10, (1, 2)), TracedRequest(1.0, 90, 1, (1, 3))], 51)
-    assert len(Prompts(51, 0, 1, 9).tokens(fast.arrivals[0])) == 100
+    assert len(TracePrompts(51, 0, 1, 9).tokens(fast.arrivals[0])) == 100
 
 
 def test_made_up_arrivals() -> None:

@@ -16,8 +16,7 @@ from planaria.executor.ray.cluster import Connection, Distrusted
 from planaria.executor.ray.groups import PlacedGroup
 from planaria.hosts.host import News, Place, Program, Slot
 from planaria.hosts.pool import Pool
-from planaria.topology import Cluster, Infeasible, LaneGroup, Layout, Node, Placement
-from planaria.topology import Slot as Seat
+from planaria.topology import Cluster, Infeasible, LaneGroup, Layout, Node, Placement, RankSlot
 
 TWO = Layout(pp=2)
 
@@ -119,7 +118,7 @@ class Engine:
 
 
 def group_of(layout: Layout, *nodes: str, owned: bool = True, others: tuple[tuple[int, str], ...] = ()) -> PlacedGroup:
-    slots = [Seat(rank, layout.coords(rank), node, rank) for rank, node in enumerate(nodes)]
+    slots = [RankSlot(rank, layout.coords(rank), node, rank) for rank, node in enumerate(nodes)]
     group = PlacedGroup(object(), list(range(len(nodes))), Placement(layout, slots), owned=False, others=others)
     group.owned = owned
     group.remove = lambda: None  # type: ignore[method-assign]

@@ -131,6 +131,7 @@ def test_computed_wins_over_the_nodes_own_which_wins_over_the_drivers() -> None:
     assert [change.line for change in changes] == [
         "~ CUDA_VISIBLE_DEVICES=1,2 (computed)", "+ HF_TOKEN=*** (global)", "  NCCL_DEBUG=WARN (the node's own, kept)",
     ]  # fmt: skip
+    assert [c.new for c in merge({}, {"CUDA_DEVICE_ORDER": "driver's"}, {"CUDA_DEVICE_ORDER": "ours"})] == ["ours"]
 
 
 def test_the_same_environment_is_no_change() -> None:

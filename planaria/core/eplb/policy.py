@@ -15,7 +15,7 @@ from math import fsum
 
 from planaria.topology.experts import ExpertMap
 
-Load = Sequence[int]  # tokens of each expert of a layer
+ExpertLoad = Sequence[int]  # tokens of each expert of a layer
 Packs = list[list[int]]  # experts of each rank
 
 ROUNDING = 1e-9  # of a load: a smaller gain may be none
@@ -59,13 +59,13 @@ def counts_of(load: bytes, num_experts: int) -> list[list[int]]:
     return [list(counts[i : i + num_experts]) for i in range(0, len(counts), num_experts)]
 
 
-def rank_loads(load: Load, placed: ExpertMap) -> list[float]:
+def rank_loads(load: ExpertLoad, placed: ExpertMap) -> list[float]:
     """Tokens of each rank in a layer."""
     counts = placed.counts
     return [fsum(load[expert] / counts[expert] for expert in placed.of(rank)) for rank in range(placed.num_ranks)]
 
 
-def balancedness(load: Sequence[Load], placed: Sequence[ExpertMap]) -> float:
+def balancedness(load: Sequence[ExpertLoad], placed: Sequence[ExpertMap]) -> float:
     """Of all layers: the sum of their means over the sum of their maxima; 1 where there is no load."""
     each = [rank_loads(layer, where) for layer, where in zip(load, placed, strict=True)]
     busiest = fsum(max(loads) for loads in each)
@@ -74,7 +74,7 @@ def balancedness(load: Sequence[Load], placed: Sequence[ExpertMap]) -> float:
 
 
 def balance(
-    load: Sequence[Load], num_slots: int, num_ranks: int, *, num_groups: int = 1, num_nodes: int = 1,
+    load: Sequence[ExpertLoad], num_slots: int, num_ranks: int, *, num_groups: int = 1, num_nodes: int = 1,
     now: Sequence[ExpertMap] | None = None, least_gain: float = 0.0,
 ) -> tuple[ExpertMap, ...]:  # fmt: skip
     """A map for each layer.
@@ -92,7 +92,7 @@ def balance(
 
 
 def _layer(
-    load: Load, slots: int, ranks: int, groups: int, nodes: int, now: ExpertMap | None, least_gain: float
+    load: ExpertLoad, slots: int, ranks: int, groups: int, nodes: int, now: ExpertMap | None, least_gain: float
 ) -> ExpertMap:
     num = len(load)
     if slots < num:
@@ -127,7 +127,7 @@ def _together(placed: ExpertMap, groups: int, nodes: int) -> bool:
     return nodes == 1 or len(places) == groups
 
 
-def _best(load: Load, shape: ExpertMap, groups: int, nodes: int) -> ExpertMap:
+def _best(load: ExpertLoad, shape: ExpertMap, groups: int, nodes: int) -> ExpertMap:
     """The most balanced of those found; of equals the one whose replicas are apart."""
     found = [_dealt(load, shape, groups, nodes, apart) for apart in (True, False)]
     maps = [ExpertMap(shape.num_experts, shape.num_ranks, joined(packs)) for packs in found]
@@ -142,7 +142,7 @@ def _packs(placed: ExpertMap) -> Packs:
     return [list(placed.of(rank)) for rank in range(placed.num_ranks)]
 
 
-def _even(load: Load, placed: ExpertMap) -> float:
+def _even(load: ExpertLoad, placed: ExpertMap) -> float:
     return balancedness([load], [placed])
 
 
@@ -158,7 +158,7 @@ def replicate(load: Sequence[float], slots: int) -> list[int]:
     return counts
 
 
-def _dealt(load: Load, shape: ExpertMap, groups: int, nodes: int, apart: bool) -> Packs:
+def _dealt(load: ExpertLoad, shape: ExpertMap, groups: int, nodes: int, apart: bool) -> Packs:
     """Groups to nodes, then on each node replicas of its experts to its ranks. apart: replicas of one expert on
     different ranks, where that can be had."""
     size, here = len(load) // groups, shape.num_ranks // nodes
@@ -175,7 +175,7 @@ def _dealt(load: Load, shape: ExpertMap, groups: int, nodes: int, apart: bool) -
     return packs
 
 
-def _packed(load: Load, counts: list[int], capacity: list[int], apart: bool) -> Packs:
+def _packed(load: ExpertLoad, counts: list[int], capacity: list[int], apart: bool) -> Packs:
     """Replicas on ranks: the heaviest first, each to the least loaded rank with a free slot."""
     share = [tokens / count for tokens, count in zip(load, counts, strict=True)]
     packs: Packs = [[] for _ in capacity]
@@ -193,7 +193,7 @@ def _packed(load: Load, counts: list[int], capacity: list[int], apart: bool) -> 
 # -- small changes
 
 
-def _improve(load: Load, packs: Packs, apart: bool, enough: float) -> None:
+def _improve(load: ExpertLoad, packs: Packs, apart: bool, enough: float) -> None:
     """Makes the busiest rank less busy, again and again, until its load is `enough` or no small change helps: it swaps
     an expert with another rank, or another rank takes a share of one in place of a replica of a colder one."""
     counts = [0] * len(load)
@@ -223,13 +223,13 @@ def _improve(load: Load, packs: Packs, apart: bool, enough: float) -> None:
 
 # The highest load of the ranks concerned; rank, position and the expert put there; where on the busy rank the expert
 # goes that was there, -1: nowhere.
-Way = tuple[float, int, int, int, int]
+Swap = tuple[float, int, int, int, int]
 
 
-def _swap(packs: Packs, loads: list[float], share: list[float], busy: int, apart: bool) -> Way | None:
+def _swap(packs: Packs, loads: list[float], share: list[float], busy: int, apart: bool) -> Swap | None:
     """With the least loaded rank with which it helps."""
     for rank in sorted(range(len(packs)), key=loads.__getitem__):
-        best: Way | None = None
+        best: Swap | None = None
         for back, mine in enumerate(packs[busy]):
             for at, theirs in enumerate(packs[rank]):
                 gain = share[mine] - share[theirs]
@@ -243,14 +243,16 @@ def _swap(packs: Packs, loads: list[float], share: list[float], busy: int, apart
     return None
 
 
-def _share(load: Load, packs: Packs, counts: list[int], loads: list[float], busy: int, apart: bool) -> Way | None:
+def _share(
+    load: ExpertLoad, packs: Packs, counts: list[int], loads: list[float], busy: int, apart: bool
+) -> Swap | None:
     """Of the busy rank's experts and the replicas on other ranks, those whose exchange for one another helps most."""
     ranks_of: dict[int, list[int]] = {}  # a rank as often as it has the expert
     for rank, pack in enumerate(packs):
         for expert in pack:
             ranks_of.setdefault(expert, []).append(rank)
     replicated = [expert for expert, ranks in ranks_of.items() if len(ranks) > 1]
-    best: Way | None = None
+    best: Swap | None = None
     for mine in dict.fromkeys(packs[busy]):
         after = load[mine] / (counts[mine] + 1)
         less = load[mine] / counts[mine] - after

@@ -19,8 +19,7 @@ from planaria.executor.node_messages import PURPOSE
 from planaria.hosts.host import Child, News, Place, Program, Slot
 from planaria.hosts.local import HERE, LocalChild, LocalHost
 from planaria.node import resolve_host
-from planaria.topology import Cluster, Infeasible, Layout, Node, Placement, place
-from planaria.topology import Slot as Seat
+from planaria.topology import Cluster, Infeasible, Layout, Node, Placement, RankSlot, place
 
 logger = logging.getLogger("planaria.engine")
 
@@ -44,7 +43,7 @@ def fleet_placement(parallel: ParallelConfig) -> Placement:
         for rank, coords, node, device in one.slots:
             where = str(nodes.of(engine)[int(node)])
             device += nodes.seat(engine) * parallel.local_world_size
-            slots.append(Seat(engine * one.layout.size + rank, coords._replace(dp=engine), where, device))
+            slots.append(RankSlot(engine * one.layout.size + rank, coords._replace(dp=engine), where, device))
     return Placement(msgspec.structs.replace(one.layout, dp=parallel.data_parallel_size), slots)
 
 

@@ -33,7 +33,7 @@ class Meeting(Protocol):
         ...
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True, tag="part"):
+class CirclePart(msgspec.Struct, frozen=True, array_like=True, tag="part"):
     """what: in words, for the error; digest: of what must be the same everywhere; data: the rank's own."""
 
     what: str
@@ -45,7 +45,7 @@ class Round(msgspec.Struct, frozen=True, array_like=True, tag="round"):
     """clock: rank 0's time.monotonic()."""
 
     clock: float
-    parts: tuple[Part, ...]
+    parts: tuple[CirclePart, ...]
 
 
 class Over(msgspec.Struct, frozen=True, array_like=True, tag="over"):
@@ -56,7 +56,7 @@ class Over(msgspec.Struct, frozen=True, array_like=True, tag="over"):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Part | Round | Over] = msgspec.msgpack.Decoder(Part | Round | Over)
+_decoder: msgspec.msgpack.Decoder[CirclePart | Round | Over] = msgspec.msgpack.Decoder(CirclePart | Round | Over)
 
 
 class Circle:
@@ -67,7 +67,7 @@ class Circle:
         self.clock = 0.0
         self._link: TcpLink | None = None  # rank 0
         self._port: TcpPort | None = None  # the others
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, CirclePart] = {}
         self._over: LinkError | None = None
         self._woken = threading.Event()  # where there is nobody else
 
@@ -94,7 +94,7 @@ class Circle:
 
     def give(self, what: str, digest: bytes, data: bytes) -> None:
         """Begin a round. Raises LinkError."""
-        part = Part(what, digest, data)
+        part = CirclePart(what, digest, data)
         if self._port is not None:
             try:
                 self._port.reply(0, part)
@@ -165,7 +165,7 @@ class Circle:
             self._stop(f"the process of rank {ranks[0]} ended or stopped, or its connection broke", *ranks)
         if item is not None:
             peer, _, message = item
-            if isinstance(message, Part):
+            if isinstance(message, CirclePart):
                 self._parts[peer + 1] = message
             else:
                 self._stop(f"rank {peer + 1} said what can't be understood: {message}", peer + 1)
@@ -201,13 +201,13 @@ class Circle:
         raise self._over
 
 
-def decode(data: Bytes) -> Part | Round | Over | CodecError:
+def decode(data: Bytes) -> CirclePart | Round | Over | CodecError:
     try:
         return _decoder.decode(data)
     except BAD_BYTES as e:
         return CodecError(f"not a round's part: {said(e)}")
 
 
-def encode(message: Part | Round | Over | Failed) -> bytes:
+def encode(message: CirclePart | Round | Over | Failed) -> bytes:
     """What a port says by itself, about bytes that it can't read, ends the rounds."""
     return _encoder.encode(Over(message.message, (message.rank,)) if isinstance(message, Failed) else message)

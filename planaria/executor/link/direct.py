@@ -15,9 +15,8 @@ from collections.abc import Sequence
 
 from planaria.executor.launcher.inline import Handler
 from planaria.executor.link.address import Address, Inside
+from planaria.executor.reply_ledger import RankReply
 from planaria.protocol import Call, Command, Failed, Reply
-
-Answer = tuple[int, int, Reply]  # rank, ticket number, reply
 
 
 class DirectLink:
@@ -27,7 +26,7 @@ class DirectLink:
 
     def __init__(self, ranks: Sequence[Handler], *, threaded: bool = False) -> None:
         self.ranks, self.threaded = ranks, threaded
-        self.answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[RankReply] = queue.SimpleQueue()
         self.inboxes: list[queue.SimpleQueue[tuple[int, Command] | None]] = []
         self.threads: list[threading.Thread] = []
         self._calling = self._called = False  # a Call is on its way, in a thread of its own; has been since a step
@@ -82,7 +81,7 @@ class DirectLink:
         for answer in answers:
             self.answers.put(answer)
 
-    def receive(self, timeout: float | None) -> Answer | None:
+    def receive(self, timeout: float | None) -> RankReply | None:
         """The next answer, or None after `timeout` seconds."""
         while self._waiting and not self._calling:
             self._begin(*self._waiting.popleft())

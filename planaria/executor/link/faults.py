@@ -54,7 +54,8 @@ class RankPort(Protocol):
     def reply(self, number: int, reply: Reply) -> None: ...
 
     def beat(self) -> None:
-        """Say that this process lives; called about once a second from a thread of its own."""
+        """Say that this process lives; called about once a second from a thread of its own. Raises ConnectionLost where
+        the driver is known to be out of reach."""
         ...
 
     def close(self) -> None: ...

@@ -17,9 +17,9 @@ import msgspec
 
 from planaria.executor.link.codec import encode_command
 from planaria.executor.link.faults import LinkError
-from planaria.protocol import Command, Failed, Reply
+from planaria.executor.reply_ledger import RankReply
+from planaria.protocol import Command, Failed
 
-Answer = tuple[int, int, Reply]
 _CLOSE_TIMEOUT = 2.0
 
 
@@ -27,7 +27,7 @@ class _Part(threading.Thread):
     """A link in a thread. `inbox` takes commands (no more than the engine has in flight), `heard` gets answers and the
     error that ended it."""
 
-    def __init__(self, link: Any, heard: deque[Answer | LinkError], wake: Any) -> None:
+    def __init__(self, link: Any, heard: deque[RankReply | LinkError], wake: Any) -> None:
         super().__init__(name=f"link-{link.name}", daemon=True)
         self.link, self.heard, self.wake = link, heard, wake
         self.inbox: queue.SimpleQueue[tuple[int, Command]] = queue.SimpleQueue()
@@ -55,11 +55,11 @@ class JoinedLink:
         (self.first, self.own), *others = parts
         self.name = "+".join(link.name for link, _ in parts)
         self.place = {rank: (link, i) for link, ranks in parts for i, rank in enumerate(ranks)}
-        self._heard: list[tuple[deque[Answer | LinkError], Sequence[int]]] = []
+        self._heard: list[tuple[deque[RankReply | LinkError], Sequence[int]]] = []
         self._parts: list[_Part] = []
         self._woken = False
         for link, ranks in others:
-            heard: deque[Answer | LinkError] = deque()
+            heard: deque[RankReply | LinkError] = deque()
             part = _Part(link, heard, self.first.wake)
             self._heard.append((heard, ranks))
             self._parts.append(part)
@@ -87,7 +87,7 @@ class JoinedLink:
         except LinkError as e:
             raise _renamed(e, self.own) from None
 
-    def receive(self, timeout: float | None) -> Answer | None:
+    def receive(self, timeout: float | None) -> RankReply | None:
         """As the parts' own."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -106,7 +106,7 @@ class JoinedLink:
             if left == 0:
                 return self._others()
 
-    def _others(self) -> Answer | None:
+    def _others(self) -> RankReply | None:
         for heard, ranks in self._heard:
             if heard:
                 item = heard[0]
@@ -138,7 +138,7 @@ class JoinedLink:
         self.first.close()
 
 
-def _from(ranks: Sequence[int], answer: Answer) -> Answer:
+def _from(ranks: Sequence[int], answer: RankReply) -> RankReply:
     """The same answer from the world rank. A part's own `Failed` (for what can't be carried) names a place there."""
     place, number, reply = answer
     if isinstance(reply, Failed) and reply.rank != ranks[place]:

@@ -24,12 +24,12 @@ from typing import Any
 from planaria.executor.link.codec import encode_command, heard
 from planaria.executor.link.faults import ConnectionLost, LinkError
 from planaria.executor.ray.cluster import within
-from planaria.protocol import Command, Exit, Reply, StepPlan
+from planaria.executor.reply_ledger import RankReply
+from planaria.protocol import Command, Exit, StepPlan
 from planaria.topology import Layout
 
 logger = logging.getLogger("planaria.ray")
 
-Answer = tuple[int, int, Reply]
 WHO = 0.5  # seconds to find out which rank it was
 BUILD = 40.0  # seconds; a raylet that hangs would make it take for ever
 TEARDOWN = 2.0  # seconds; who is left is killed by the launcher
@@ -48,7 +48,7 @@ class RayGraphLink:
         self._graph: Any = None
         self._fenced = False
         self._numbers: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
-        self._heard: deque[Answer | LinkError] = deque()
+        self._heard: deque[RankReply | LinkError] = deque()
         self._reader: threading.Thread | None = None
         self._held: deque[tuple[int, Command]] = deque()  # commands that wait
         self._owed = 0  # answers to what has gone out
@@ -163,15 +163,15 @@ class RayGraphLink:
         except Exception as e:
             raise ConnectionLost(f"a rank left the graph of steps: {_first_line(e)}") from None
 
-    def receive(self, timeout: float | None) -> Answer | None:
-        answer: Answer | None = self._next() or self.queue.receive(timeout) or self._next()
+    def receive(self, timeout: float | None) -> RankReply | None:
+        answer: RankReply | None = self._next() or self.queue.receive(timeout) or self._next()
         if answer is not None:
             self._owed -= 1
             if not self._owed:
                 self._hand_out()
         return answer
 
-    def _next(self) -> Answer | None:
+    def _next(self) -> RankReply | None:
         if not self._heard:
             return None
         item = self._heard[0]

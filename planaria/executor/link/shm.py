@@ -51,6 +51,7 @@ from planaria.executor.link.segment import (
     Segment,
     rank_word,
 )
+from planaria.executor.reply_ledger import RankReply
 from planaria.node import Shared
 from planaria.protocol import Command, Failed, Reply
 
@@ -98,7 +99,7 @@ class ShmLink:
         self._bell, self._doorbell = segment.futex(BELL), segment.futex(DOORBELL)
         self._freed = [segment.futex(rank_word(rank) + REPLY_TAIL) for rank in ranks]
         self._next = 0  # where the next look at the ranks begins, so that none is served last always
-        self._heard: deque[tuple[int, int, Reply]] = deque()
+        self._heard: deque[RankReply] = deque()
         self._rings = itertools.count(1)
         self._woken = False
         self._broken: LinkError | None = None
@@ -133,7 +134,7 @@ class ShmLink:
         else:
             outlet.write_all(number, data, self._await_room)
 
-    def receive(self, timeout: float | None) -> tuple[int, int, Reply] | None:
+    def receive(self, timeout: float | None) -> RankReply | None:
         """The next reply: rank, number, reply. None after `timeout` seconds or a `wake`.
 
         Raises ConnectionLost when a rank has died (its last replies come first), MessageLost, Fenced, LinkClosed.
@@ -197,7 +198,7 @@ class ShmLink:
             freed.wake()
         self._ring_own()
 
-    def _look(self) -> tuple[int, int, Reply] | None:
+    def _look(self) -> RankReply | None:
         """Take chunks that are there, until one ends a reply."""
         words, count, rank = self._words, self.num_ranks, self._next
         quiet = 0

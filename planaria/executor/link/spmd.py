@@ -21,10 +21,9 @@ from planaria.executor.link.address import Address, Inside
 from planaria.executor.link.circle import Circle
 from planaria.executor.link.codec import answer, encode_command, heard
 from planaria.executor.link.faults import LinkError
-from planaria.protocol import Command, Done, Exit, Reply, StepPlan
+from planaria.executor.reply_ledger import RankReply
+from planaria.protocol import Command, Done, Exit, StepPlan
 from planaria.wire import Submit, ToEngine
-
-Answer = tuple[int, int, Reply]  # rank, ticket number, reply
 
 AGREE_TIMEOUT = 1800.0  # seconds for all programs to come to the same request
 _CLOSE_TIMEOUT = 2.0
@@ -48,7 +47,7 @@ class SpmdLink:
         self._own: deque[tuple[int, bytes]] = deque()  # what the own rank answered, not given yet
         self._sent: deque[tuple[str, bytes]] = deque()  # commands whose answers were not given yet, and their hashes
         self._given = -1  # the ticket whose round is on
-        self._heard: deque[Answer] = deque()
+        self._heard: deque[RankReply] = deque()
         self._thread: threading.Thread | None = None
         self._exiting = False
         self._exited = threading.Event()
@@ -84,7 +83,7 @@ class SpmdLink:
             self._own.append((number, answer(self.circle.rank, reply)))
             self.circle.wake()
 
-    def receive(self, timeout: float | None) -> Answer | None:
+    def receive(self, timeout: float | None) -> RankReply | None:
         """The next answer of any rank, the same in every process; None after `timeout` seconds. Raises LinkError when a
         process ended, or its program has come apart from this one's."""
         until = None if timeout is None else time.monotonic() + timeout

@@ -108,7 +108,13 @@ class TcpPort:
         self._end.ring()
 
     def beat(self) -> None:
-        """Nothing: ZeroMQ's own thread answers heartbeats while this process runs."""
+        """ZeroMQ's own thread says that this process runs. Raises ConnectionLost where the driver is out of reach: who
+        computes doesn't look."""
+        self._take_in()
+        if self._receiving and (self._heard or self._fault is not None):
+            self._end.ring()
+        if isinstance(self._fault, ConnectionLost):
+            raise self._fault
 
     def reply(self, number: int, reply: Any) -> None:
         """Answer command `number`. A reply that can't be sent goes as Failed. Raises PeerLags or ConnectionLost when
@@ -146,6 +152,7 @@ class TcpPort:
         with end.lock:
             if end.closed:
                 return
+            events = end.events()  # first: what the driver said before the connection ended counts
             while (frames := end.frames()) is not None:
                 try:
                     self._on(frames)
@@ -153,7 +160,7 @@ class TcpPort:
                     self.refused[e.reason] += 1
                 except LinkError as e:
                     self._fault = self._fault or e
-            for event in end.events():
+            for event in events:
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     self._connected = True
                 elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:

@@ -91,8 +91,8 @@ class RayActor:
         if self.engine:
             threading.Thread(target=self._look, name="planaria-raylet", daemon=True).start()
         code = int(life.run())
-        if os.getppid() != self.parent:  # the raylet is gone, and nobody else would end this process
-            os._exit(code)
+        if os.getppid() != self.parent or (code and not self.engine):
+            os._exit(code)  # the raylet is gone, or who this rank worked for: nobody else would end this process
         return code
 
     def hear(self, message: bytes) -> None:

@@ -20,8 +20,7 @@ from planaria.env import RaySettings
 from planaria.executor.ray.cluster import Connection, bounded
 from planaria.executor.ray.groups import PlacedGroup, lane_group, obtain, single_bundle
 from planaria.hosts.host import Slot
-from planaria.topology import Cluster, Device, Infeasible, LaneGroup, Layout, Node, Placement, place
-from planaria.topology import Slot as Seat
+from planaria.topology import Cluster, Device, Infeasible, LaneGroup, Layout, Node, Placement, RankSlot, place
 
 TRIES = 3  # to take devices that Ray calls free
 
@@ -191,4 +190,4 @@ class BundlePool:
 
 def _on(nodes: Sequence[str], layout: Layout) -> Placement:
     """Ranks on these nodes."""
-    return Placement(layout, [Seat(rank, layout.coords(rank), node, 0) for rank, node in enumerate(nodes)])
+    return Placement(layout, [RankSlot(rank, layout.coords(rank), node, 0) for rank, node in enumerate(nodes)])

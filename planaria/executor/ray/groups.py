@@ -18,7 +18,7 @@ from planaria.topology import (
     LaneGroup,
     Layout,
     Placement,
-    Slot,
+    RankSlot,
     cluster_of_bundles,
     place,
     place_at,
@@ -226,7 +226,7 @@ def _pinned(placement: Placement, resource: str, name: str) -> PlacedGroup | Non
 def single_bundle(resource: str, node: str, name: str) -> PlacedGroup | None:
     """A group of one bundle on this node; None if it has no room any more."""
     one = Layout()
-    return _pinned(Placement(one, [Slot(0, one.coords(0), node, 0)]), resource, name)
+    return _pinned(Placement(one, [RankSlot(0, one.coords(0), node, 0)]), resource, name)
 
 
 def _wait(what: str, look: Callable[[], Any], limit: float) -> Any:

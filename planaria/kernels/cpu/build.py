@@ -33,7 +33,7 @@ SOURCES = (
     "mla_values", "layout", "micro", "native", "packed", "target", "vector",
 )  # fmt: skip
 EXTERNAL = ("syscall", "memcpy", "memset", "memmove")  # all that object code calls outside itself
-Entry = Any  # a C function (control block, thread) -> None, called without the interpreter lock
+EntryPoint = Any  # a C function (control block, thread) -> None, called without the interpreter lock
 
 _lock = threading.Lock()
 _loaded: dict[tuple[Target, str], Any] = {}
@@ -125,7 +125,7 @@ def ensure(target: Target, cache_dir: Path | None = None, kind: str = "") -> byt
     return objects.ensure(path, lambda: compile_object(target, kind))
 
 
-def load(target: Target, cache_dir: Path | None = None) -> Entry:
+def load(target: Target, cache_dir: Path | None = None) -> EntryPoint:
     """The entry of the interpreter for a target, loaded into this process once."""
     return _once(target, cache_dir, "", lambda engine: _function(engine, "planaria_run", 2))
 

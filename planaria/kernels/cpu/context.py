@@ -21,7 +21,7 @@ from planaria.kernels.numbers import to_bfloat16, to_float32
 from planaria.kernels.ops import Columns
 from planaria.models.shard import ContextGroup
 
-Pieces = tuple[tuple[int, int, int], ...]
+Spans = tuple[tuple[int, int, int], ...]
 
 
 def part_columns(dim: int) -> int:
@@ -107,7 +107,7 @@ class ContextOps:
 
         recorder.cut(between, every)
 
-    def _sum_up(self, x: Act, whole: Act, pieces: Pieces, first: int, columns: int) -> None:
+    def _sum_up(self, x: Act, whole: Act, pieces: Spans, first: int, columns: int) -> None:
         """whole: those from column `first` on of a row that all tensor ranks write `columns` of, this one its
         `pieces`."""
         cp, narrow, counts = self.recorder.cp, x.dtype != "float32", self.recorder.batch.counts

@@ -20,7 +20,7 @@ from planaria.kernels.cpu.recorder import Recorder
 from planaria.kernels.cpu.tape import Act
 from planaria.kernels.cpu.target import Target
 
-Pair = tuple[npt.NDArray[Any], npt.NDArray[Any]]  # A [r, K], B [N, r]
+LoraPair = tuple[npt.NDArray[Any], npt.NDArray[Any]]  # A [r, K], B [N, r]
 
 
 class LoraRows:
@@ -34,7 +34,7 @@ class LoraRows:
         self.places = np.array([first, count], np.int64).T.copy()
         self._held: dict[tuple[int, int], tuple[Packed, Packed]] = {}
 
-    def put(self, slot: int, pairs: Sequence[Pair | None]) -> None:
+    def put(self, slot: int, pairs: Sequence[LoraPair | None]) -> None:
         for number, (part, pair) in enumerate(zip(self.parts, pairs, strict=True)):
             for packed in self._held.pop((slot, number), ()):
                 self._arena.give_back(packed.data)

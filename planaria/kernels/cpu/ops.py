@@ -19,7 +19,7 @@ from planaria.errors import ConfigError
 from planaria.kernels.cpu import caches, layout
 from planaria.kernels.cpu import experts as mixture
 from planaria.kernels.cpu.build import load, packed_kernels, target_for
-from planaria.kernels.cpu.lora_rows import LoraRows, Pair
+from planaria.kernels.cpu.lora_rows import LoraPair, LoraRows
 from planaria.kernels.cpu.memory import Arena
 from planaria.kernels.cpu.pack import Packed, blank, form_of, pack, up
 from planaria.kernels.cpu.recorded import RecordedOps
@@ -120,7 +120,7 @@ class CpuOps:
     def lora_table(self, parts: Sequence[range], rank: int, slots: int) -> LoraRows:
         return LoraRows(parts, rank, slots, self.target, self._arena)
 
-    def put_lora(self, table: LoraRows, slot: int, pairs: Sequence[Pair | None]) -> None:
+    def put_lora(self, table: LoraRows, slot: int, pairs: Sequence[LoraPair | None]) -> None:
         table.put(slot, pairs)
 
     def group(self, experts: Sequence[tuple[Packed, Packed]]) -> mixture.ExpertTable:

@@ -16,7 +16,7 @@ from planaria.kernels.cpu.recorder import Recorder
 from planaria.kernels.cpu.tape import Act, TapeRow
 from planaria.kernels.cpu.team import Team
 
-Piece = tuple[dict[int, int], Callable[[], None] | None]  # control words of a part of the tape, what follows it
+TapePart = tuple[dict[int, int], Callable[[], None] | None]  # control words of a part of the tape, what follows it
 
 
 def runner(
@@ -73,9 +73,9 @@ def _view(recorder: Recorder, memory: Region, act: Act) -> npt.NDArray[Any]:
     return memory.array(buffer.offset, kind, (rows, act.ld // item))
 
 
-def _pieces(recorder: Recorder, words: dict[int, int], memory: Region) -> list[Piece]:
+def _pieces(recorder: Recorder, words: dict[int, int], memory: Region) -> list[TapePart]:
     """The recording in one piece, or cut where Python must reach the other ranks."""
-    rows, pieces, start = recorder.tape.rows, list[Piece](), 0
+    rows, pieces, start = recorder.tape.rows, list[TapePart](), 0
     for end, row in enumerate([*rows, None]):
         if row is not None and row.between is None:
             continue

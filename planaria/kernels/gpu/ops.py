@@ -273,7 +273,7 @@ class GpuOps(TorchOps):
         return by_triton(q, kv, need, self._device_step, scale, None, group.stripes).flatten(1)
 
     def experts(
-        self, x: Tensor, routing: mixture.Routing, weights: SlotExperts, slots: Slots,
+        self, x: Tensor, routing: mixture.RoutedRows, weights: SlotExperts, slots: Slots,
         residual: Tensor | None = None, *, reduce: bool = False, kind: str = "silu",
     ) -> Tensor:  # fmt: skip
         table, residual = getattr(weights, "table", None), self._paid(residual)

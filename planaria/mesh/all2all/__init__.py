@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Protocol
+from typing import Any, Protocol
+
+import msgspec
 
 from planaria.config.all2all import EXCHANGES
 from planaria.mesh.comm import Array, Comm
@@ -48,13 +50,28 @@ class All2All(Protocol):
         ...
 
 
-def make(name: str, group: Comm, width: int, limits: tuple[int, int], *, dealt: bool = False) -> All2All:
-    """group: the expert group, in which the `width` tensor ranks of a lane follow one another. limits: tokens of a lane
-    in a step, bytes of a token's hidden values in float32. dealt: tensor ranks share the exchange of their lane's
-    tokens (sequence-parallel experts). Raises ValueError for a name that is no way of this package."""
+class Shapes(msgspec.Struct, frozen=True, kw_only=True):
+    """Of an expert group."""
+
+    max_tokens: int  # of a lane in a step
+    width: int = 1  # tensor ranks of a lane, which have the same tokens and follow one another in the group
+    num_slots: int  # of a layer's experts
+    top_k: int  # experts of a token
+    hidden_size: int
+
+
+def make(name: str, group: Comm, shapes: Shapes, *, dealt: bool = False) -> All2All:
+    """group: the expert group. dealt: tensor ranks share the exchange of their lane's tokens (sequence-parallel
+    experts); libraries know by themselves. Raises ValueError for an unknown name, ImportError for a library that is
+    missing."""
     way = EXCHANGES.get(name)
-    if way is None or way.library:
-        raise ValueError(f"there is no all-to-all {name!r} here")
+    if way is None:
+        raise ValueError(f"there is no all-to-all {name!r}")
     module, _, maker = way.made_by.partition(":")
-    made: All2All = getattr(import_module(module), maker)(group, width, limits, dealt=dealt)
+    make: Any = getattr(import_module(module), maker)
+    if way.library:
+        library: All2All = make(group, shapes)
+        return library
+    row = -(-shapes.hidden_size // 16) * 64  # bytes of a token's hidden values in float32, aligned
+    made: All2All = make(group, shapes.width, (shapes.max_tokens, row), dealt=dealt)
     return made

@@ -1,9 +1,8 @@
 """All-to-all by libraries for GPUs: pplx-kernels, DeepEP (two modes), FlashInfer. Thin: shapes in, shapes out.
 
 Not run on hardware: no such device was at hand, so the tests know the libraries' calls and shapes from their sources
-alone, and no engine is given one of these yet (`planaria.config.experts.not_yet`). What each needs of a package, a
-device and shapes is checked before anything starts (`planaria.config.all2all`). A library is imported when its adapter
-is made.
+alone. What each needs of a package, a device and shapes is checked before anything starts (`planaria.config.all2all`).
+A library is imported when its adapter is made.
 
 Rule: what comes out of `dispatch` is rows in the form that experts take: hidden values, the slots each row is for and
 their weights. A row, or a place of one, that carries nothing names a slot of another rank and weighs 0.
@@ -15,35 +14,25 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from planaria.mesh.all2all.plain import share, tell
-from planaria.mesh.comm import Comm
 
 if TYPE_CHECKING:
     import torch
 
-
-class Shapes(msgspec.Struct, frozen=True, kw_only=True):
-    """Of an expert group. Slots divide the group's ranks evenly."""
-
-    num_slots: int
-    top_k: int
-    hidden_size: int
-    max_tokens: int  # of a lane in a step
-    width: int = 1  # tensor ranks of a lane, which have the same tokens
+    from planaria.mesh.all2all import Shapes
 
 
 class Library:
-    """What the four have in common. `process_group`: torch.distributed's, of the same ranks."""
+    """What the four have in common. Slots divide the group's ranks evenly."""
 
     shares_tokens = True  # each tensor rank sends its part of the lane's tokens
 
-    def __init__(self, group: Comm, process_group: Any, shapes: Shapes) -> None:
-        self.group, self.process_group, self.shapes = group, process_group, shapes
-        self.lanes = group.size // shapes.width
-        self.local = shapes.num_slots // group.size
-        self.first = group.rank * self.local  # of this rank's slots
+    def __init__(self, group: Any, shapes: Shapes) -> None:
+        size: int = group.size
+        self.group, self.shapes, self.size = group, shapes, size
+        self.lanes = size // shapes.width
+        self.local = shapes.num_slots // size
+        self.first: int = group.rank * self.local  # of this rank's slots
         self.elsewhere = (self.first + self.local) % shapes.num_slots
         self.most = -(-shapes.max_tokens // shapes.width) if self.shares_tokens else shapes.max_tokens
         self.handle: Any = None
@@ -56,7 +45,7 @@ class Library:
 
     def count(self, counts: Sequence[int]) -> int:
         """The number of rows is a bound, the same in every step: the library counts on the device."""
-        return self.group.size * self.most
+        return self.size * self.most
 
     def part(self, num_tokens: int, rank: int | None = None) -> slice:
         """The tokens of the lane that a rank sends."""
@@ -85,7 +74,7 @@ class Batched(Library):
     @property
     def room(self) -> int:
         """Rows of an expert."""
-        return self.most * (self.group.size if self.shares_tokens else self.lanes)
+        return self.most * (self.size if self.shares_tokens else self.lanes)
 
     def count(self, counts: Sequence[int]) -> int:
         return self.local * self.room
@@ -111,8 +100,8 @@ class Pplx(Batched):
 
     shares_tokens = False
 
-    def __init__(self, group: Comm, process_group: Any, shapes: Shapes) -> None:
-        super().__init__(group, process_group, shapes)
+    def __init__(self, group: Any, shapes: Shapes) -> None:
+        super().__init__(group, shapes)
         library, shmem = import_module("pplx_kernels"), import_module("pplx_kernels.nvshmem")
         meeting = shmem.nvshmem_get_unique_id() if group.rank == 0 else shmem.nvshmem_alloc_empty_unique_id()
         group.broadcast(meeting, 0)
@@ -152,11 +141,11 @@ class Pplx(Batched):
 class DeepEPLowLatency(Batched):
     """DeepEP's kernels for few tokens: every rank keeps room for all tokens of all."""
 
-    def __init__(self, group: Comm, process_group: Any, shapes: Shapes) -> None:
-        super().__init__(group, process_group, shapes)
+    def __init__(self, group: Any, shapes: Shapes) -> None:
+        super().__init__(group, shapes)
         buffer = import_module("deep_ep").Buffer
         size = buffer.get_low_latency_rdma_size_hint(self.most, shapes.hidden_size, group.size, shapes.num_slots)
-        self.buffer = buffer(process_group, 0, size, low_latency_mode=True, num_qps_per_rank=self.local)
+        self.buffer = buffer(group.process_group, 0, size, low_latency_mode=True, num_qps_per_rank=self.local)
 
     def dispatch(self, parts: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
         hidden, slots, weights = (part[self.part(len(part))] for part in parts)
@@ -178,14 +167,14 @@ class DeepEPLowLatency(Batched):
 class DeepEPHighThroughput(Library):
     """DeepEP's kernels for many tokens: a token goes once to each rank that has any of its experts."""
 
-    def __init__(self, group: Comm, process_group: Any, shapes: Shapes) -> None:
-        super().__init__(group, process_group, shapes)
+    def __init__(self, group: Any, shapes: Shapes) -> None:
+        super().__init__(group, shapes)
         buffer = import_module("deep_ep").Buffer
         row = 2 * shapes.hidden_size  # bytes
         hints = [make(group.size) for make in (buffer.get_dispatch_config, buffer.get_combine_config)]
         near = max(hint.get_nvl_buffer_size_hint(row, group.size) for hint in hints)
         far = max(hint.get_rdma_buffer_size_hint(row, group.size) for hint in hints)
-        self.buffer = buffer(process_group, near, far)
+        self.buffer = buffer(group.process_group, near, far)
 
     def dispatch(self, parts: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
         hidden, slots, weights = (part[self.part(len(part))] for part in parts)
@@ -208,10 +197,10 @@ class DeepEPHighThroughput(Library):
 class FlashInfer(Library):
     """FlashInfer's exchange through memory that all devices see (NVLink). It sets its workspace up by itself."""
 
-    def __init__(self, group: Comm, process_group: Any, shapes: Shapes) -> None:
+    def __init__(self, group: Any, shapes: Shapes) -> None:
         import torch
 
-        super().__init__(group, process_group, shapes)
+        super().__init__(group, shapes)
         library = import_module("flashinfer.comm")
         alltoall = import_module("flashinfer.comm.trtllm_alltoall")
         mapping = library.Mapping(group.size, group.rank, torch.cuda.device_count(), tp_size=group.size)
@@ -222,7 +211,7 @@ class FlashInfer(Library):
     def dispatch(self, parts: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
         hidden, slots, weights = (part[self.part(len(part))] for part in parts)
         shapes, size, rank = self.shapes, self.group.size, self.group.rank
-        ids = self._gathered(slots, shapes.num_slots)  # a place without a token asks for a rank that isn't there
+        ids = self._gathered(slots.int(), shapes.num_slots)  # a place without a token asks for a rank that isn't there
         weighed = self._gathered(weights, 0)
         info, found, weights = self.moe.mnnvl_moe_alltoallv_prepare(
             ids // self.local, None, ids, weighed, self.most, shapes.num_slots, shapes.top_k, rank, size

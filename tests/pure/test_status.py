@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from planaria.executor.status import census
+from planaria.executor.status import process_rows
 from planaria.node import home, node_name
 from planaria.protocol import Hello
 from planaria.topology import Layout
@@ -22,7 +22,7 @@ def test_ranks_here_are_looked_at_and_others_asked() -> None:
     # In a child that waits for its input to end: a process of this node that is neither this one nor gone.
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
         members = [hello(0, child.pid), hello(1, 4711, "another node"), hello(2, 4712, "another node")]
-        engine, first, second, third = census(members, Layout(tp=3), 5, [1], {1: 123}, "busy")
+        engine, first, second, third = process_rows(members, Layout(tp=3), 5, [1], {1: 123}, "busy")
         assert child.stdin is not None
         child.stdin.close()
     assert (engine.role, engine.rank, engine.coordinates, engine.pid) == ("engine", None, {}, os.getpid())
@@ -37,12 +37,12 @@ def test_ranks_here_are_looked_at_and_others_asked() -> None:
 
 
 def test_a_rank_inside_the_engine_is_the_engines_row() -> None:
-    (row,) = census([hello(0, os.getpid())], Layout(), 0, [], {}, "idle")
+    (row,) = process_rows([hello(0, os.getpid())], Layout(), 0, [], {}, "idle")
     assert (row.role, row.rank, row.coordinates) == ("engine", 0, {"tp": 0, "pp": 0})
 
 
 def test_the_same_pid_on_another_node_is_another_process() -> None:
-    assert [row.role for row in census([hello(0, os.getpid(), "another node")], Layout(), 0, [], {}, "idle")] == [
+    assert [row.role for row in process_rows([hello(0, os.getpid(), "another node")], Layout(), 0, [], {}, "idle")] == [
         "engine",
         "worker",
     ]
@@ -52,5 +52,5 @@ def test_the_same_pid_on_another_node_is_another_process() -> None:
 def test_a_process_that_has_ended_is_said_to_have() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    _, row = census([hello(0, ended.pid)], Layout(), 0, [0], {}, "idle")
+    _, row = process_rows([hello(0, ended.pid)], Layout(), 0, [0], {}, "idle")
     assert (row.state, row.resident) == ("ended", 0)
