@@ -42,6 +42,7 @@ class Speculation:
         self.sizes = DraftSizes()
         self.counts: npt.NDArray[np.int32] = np.zeros(rows, np.int32)  # of drafts
         self.drafts: npt.NDArray[np.int32] = np.zeros((rows, most), np.int32)
+        self._having: set[int] = set()  # rows that have drafts
         self._since = self._drafting = 0.0  # when a step began; seconds that the last drafts took
         self._guesses: dict[int, int] = {}  # of rows without drafts: what one would have been
         self._turn = 0  # of rows whose next token is guessed
@@ -54,6 +55,7 @@ class Speculation:
 
     def enter(self, row: int, fresh: Fresh) -> None:
         self.counts[row] = 0
+        self._having.discard(row)
         self._guesses.pop(row, None)
         if self.drafter is not None:
             self.drafter.enter(row, fresh.tokens, fresh.num_prompt)
@@ -61,22 +63,27 @@ class Speculation:
 
     def leave(self, row: int) -> None:
         self.counts[row] = 0
+        self._having.discard(row)
         if self.drafter is not None:
             self.drafter.leave(row)
             self.sizes.leave(row)
 
     def hear(self, rows: Sequence[int], told: ToldRows) -> None:
         """What the rank that draws says of these rows."""
+        self._having.difference_update(rows)
+        self._having.update(row for row, count in zip(rows, told[:, 2].tolist(), strict=True) if count)
         self.counts[rows] = told[:, 2]
         self.drafts[rows] = told[:, HEAD:]
 
     def taken(self, rows: Rows, room: npt.NDArray[np.int32], *, alone: bool) -> npt.NDArray[np.int32]:
         """How many drafts of each row go into a step. room: positions of its blocks behind its next token. alone: is
         nothing else in the step?"""
-        taken = np.minimum(self.counts[rows], room)
-        if not alone or len(rows) + int(taken.sum()) > self._limit:
-            taken[:] = 0
         self._since = time.perf_counter()
+        taken = np.zeros(len(rows), np.int32)
+        if alone and self._having:  # else nothing is touched: caches hold weights
+            np.minimum(self.counts[rows], room, out=taken)
+            if len(rows) + int(taken.sum()) > self._limit:
+                taken[:] = 0
         return taken
 
     @property
