@@ -167,12 +167,15 @@ class Constraints:
     def __init__(self, vocab_size: int, vocabulary: VocabularyOf, threads: int = 1, *, ahead: bool = False) -> None:
         self.size, self.threads, self.ahead, self._vocabulary = vocab_size, threads, ahead, vocabulary
         self._compiled: OrderedDict[tuple[str, int], llguidance.LLMatcher] = OrderedDict()
+        self.late = Constraint(vocab_size, (), goes_on=False)  # of rows that are late, until they enter again
+        self.late.late = True
         self._late: dict[Key, list[Constraint]] = {}
         self._compiling: ThreadPoolExecutor | None = None
         self._following: ThreadPoolExecutor | None = None
 
     def enter(self, grammar: str, eos_ids: Sequence[int], output: Sequence[int], *, goes_on: bool) -> Constraint:
-        """Of a row with this output so far; the one that was late, where one was, whose work goes on."""
+        """Of a row with this output so far; one that was late, of this or another row, where one was: its work goes on.
+        """
         key = grammar, tuple(eos_ids), tuple(output), goes_on
         if key in self._late:
             constraint = self._late[key].pop()
@@ -196,7 +199,7 @@ class Constraints:
 
     def bind(self, bound: Sequence[tuple[int, Constraint]], logits: Any, kernel: Ban | None = None) -> dict[int, str]:
         """Ban what may not be drawn from these lines of logits. kernel: see `Constraint.ban`. Returns errors by line;
-        one that is empty is of a row that is late."""
+        one that is empty is of a row that is late, and has `late` from now on."""
         deadline = 0.0
         for _, constraint in bound:
             if constraint.ready is None or constraint.late:

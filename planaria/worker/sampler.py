@@ -255,6 +255,9 @@ class Sampler:
             raw = self._copy(logits, wanted)
         self._edit(logits, {i: states[i].changes() for i in edited})
         refused = self._bind(logits, bound) if bound else {}
+        for i in refused:
+            if not refused[i] and self.constraints is not None:
+                states[i].constraint = self.constraints.late  # its own may be another row's by the next step
         tokens, failed = self._choose(logits, rows, states)
         if bound:
             self._take(bound, tokens, failed, refused)

@@ -24,12 +24,14 @@ from benchmarks.schemas import FEATURES, drawn
 from planaria import LLM, SamplingParams, StructuredOutputsParams
 from planaria.errors import RequestError
 from planaria.kernels import sampling_library
+from planaria.protocol import Fresh
 from planaria.structured import check as check_module
 from planaria.structured import constraint
 from planaria.structured.check import GrammarCheck, Vocabulary
 from planaria.structured.constraint import Constraint, Constraints
 from planaria.structured.spec import form_of
 from planaria.structured.vocabulary import make_vocabulary
+from planaria.worker.sampler import Sampler
 from tests.model import checkpoints
 
 SCHEMA: dict[str, Any] = {
@@ -238,6 +240,43 @@ def test_nobody_waits_for_a_grammar(monkeypatch: pytest.MonkeyPatch, llm: LLM, t
     found = llm.generate([PROMPT] * 2, [bound, free], on_tokens=on_tokens)
     assert [o.outputs[0].token_ids for o in found] == expected
     assert len(steps) >= 20 and len(entered) == 1  # what was begun for it went on
+
+
+def test_what_was_begun_for_a_late_row_is_one_other_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another request with the same grammar may enter before the late one does, which still is in steps that were
+    planned: what these draw for it is nobody's."""
+    monkeypatch.setattr(constraint, "PATIENCE", 0.0)
+    last = checkpoints.write_tokenizer(tmp_path) - 1
+    tokens = make_vocabulary((tmp_path / "tokenizer.json").read_text(), last + 1, last)
+    constraints, compiled = Constraints(last + 1, lambda eos_id: tokens), threading.Event()
+    begin = Constraints._begin
+
+    def wait(self: Constraints, *what: Any) -> None:
+        assert compiled.wait(60)
+        begin(self, *what)
+
+    monkeypatch.setattr(Constraints, "_begin", wait)
+    sampler = Sampler(2, last + 1, plain=True, constraints=constraints)
+    params = SamplingParams(temperature=0, grammar=LLMatcher.grammar_from_regex("abc"))
+
+    def drawn(*rows: int) -> tuple[str, set[int]]:
+        found, _, errors = sampler.sample(np.zeros((len(rows), last + 1), np.float32), list(rows))
+        return "".join(tokens.decode_str([t]) for r, t in zip(rows, found, strict=True) if r not in errors), set(errors)
+
+    sampler.enter(0, Fresh(array("i", [1]), 1, params, 0, (last,)))
+    assert drawn(0) == ("", {0})
+    sampler.enter(1, Fresh(array("i", [1]), 1, params, 0, (last,)))
+    compiled.set()
+    one = sampler._rows[1].constraint
+    assert one is not None and one.ready is not None
+    one.ready.result()
+    text, late = "", set[int]()
+    while len(text) < 3:
+        more, late = drawn(0, 1)
+        text += more
+        assert late == {0}
+    assert text == "abc"
+    sampler.close()
 
 
 def test_a_grammar_that_takes_too_long_ends_its_row(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
