@@ -80,7 +80,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
     @property
     def form(self) -> str:
         """The one that is given. Raises RequestError."""
-        given = [name for name in FORMS if getattr(self, name) not in (None, ())]
+        given = [name for name in FORMS if getattr(self, name) is not None]
         given = [name for name in given if name != "json_object" or self.json_object]
         if len(given) != 1:
             found = ", ".join(given) or "none of them"
