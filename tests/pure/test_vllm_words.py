@@ -135,6 +135,21 @@ def test_the_page_is_that_of_the_tables() -> None:
     assert PAGE.read_text() == page(), WRITE
 
 
+def test_a_model_is_no_name_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("B", "c"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "B/config.json").write_text("{}")
+    (tmp_path / "b.gguf").write_bytes(b"")
+    for word in ("smollm2", "B", "b.gguf"):
+        with pytest.raises(UserError, match=f"{word} comes after --served-model-name.*before options"):
+            translation().of(["A", "--served-model-name", "x", word])
+        assert translation().of(["A", word, "--served-model-name", "x"])[:2] == ["A", word]
+        assert translation().of([word, "--served-model-name", "x", word])[-1] == word, "its own"
+        assert translation().of(["A", f"--served-model-name={word}"])[-1] == word
+    assert translation().of(["A", "--served-model-name", "x", "c"])[-1] == "c"
+
+
 @pytest.mark.parametrize(("typed", "here", "note"), TYPED, ids=lambda value: str(value)[:40])
 def test_what_is_typed_for_vllm(typed: str, here: str, note: str, tmp_path: Path) -> None:
     found = translation()
