@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import typer
 
@@ -27,7 +28,7 @@ from planaria.config.vllm_words import (
     ours,
     variables,
 )
-from planaria.errors import ConfigError, ModelError, UserError
+from planaria.errors import ConfigError, ModelError, RequestError, UserError
 from planaria.server.config import ServerConfig
 from planaria.types import SamplingParams
 from tests.model.vllm_words import LINES
@@ -262,6 +263,21 @@ def test_defaults_come_from_the_model_or_a_folder_or_nowhere(tmp_path: Path) -> 
 def test_values_that_cant_be(value: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match=r"generation_config\.json: .*--generation-config vllm"):
         sampling_defaults(value)
+
+
+SAMPLING = """n best_of presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed stop
+    stop_token_ids bad_words ignore_eos max_tokens min_tokens logprobs prompt_logprobs flat_logprobs detokenize
+    skip_special_tokens spaces_between_special_tokens include_stop_str_in_output truncate_prompt_tokens output_kind
+    structured_outputs guided_decoding logit_bias allowed_token_ids extra_args logits_processors
+    skip_reading_prefix_cache thinking_token_budget"""
+
+
+def test_none_is_the_default_of_each_of_vllms_fields() -> None:
+    params = SamplingParams(**dict.fromkeys(SAMPLING.split()))  # type: ignore[arg-type]
+    assert msgspec.structs.replace(params, max_tokens=16) == SamplingParams()
+    params.verify()
+    with pytest.raises(RequestError, match="output_kind is not supported yet"):
+        SamplingParams(output_kind=1).verify()
 
 
 def test_parameters_that_are_none_or_lists_as_vllm_takes_them() -> None:
