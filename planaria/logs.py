@@ -93,7 +93,7 @@ class _Outlet(io.RawIOBase):
 
     def __init__(self, fd: int) -> None:
         self._fd, self._kind = fd, os.fstat(fd).st_mode
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may log
         self._rest, self._left_out = b"", 0  # of lines of which a part was taken; lines
         self._send: Callable[[bytes], int]
         if stat.S_ISSOCK(self._kind):
