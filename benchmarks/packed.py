@@ -3,17 +3,21 @@ float32, how fast, how much memory its weights take.
 
     python -m benchmarks.packed --llama-cpp-python P [--kinds Q4_K_M,Q6_K] [--only kl|speed] [--billion] [--isa generic]
         [--threads 2] [--cpu-time] [--scenarios single,prompt,batch]
+    python -m benchmarks.packed --billion --only start|shares [--rounds 3]
 
 SmolLM2 is packed anew by llama.cpp's quantiser. kl: the mean Kullback-Leibler divergence of next tokens over 1,000
 positions of docs/ARCHITECTURE.md. speed: both engines in turn, medians. --cpu-time: tokens for each second of CPU time
 (with --threads 1) over short runs, the best turn, for a machine that others keep busy. --billion: a random model of
 1.07 billion weights in Q4_K_M, written here with the gguf package. --isa generic: our kernels for AVX2 (give an
-environment in which llama.cpp was built for AVX2 too). Files are made once, in benchmarks/out/packed.
+environment in which llama.cpp was built for AVX2 too). start: seconds from the command `planaria serve` to its first
+token, after a first start. shares: what one stream reads of weights a second, of what the machine can read in the same
+rounds, packed and unpacked. Files are made once, in benchmarks/out/packed.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import statistics
 import subprocess
@@ -27,7 +31,10 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from benchmarks import proc
+from benchmarks.deployment import Server
 from benchmarks.drivers import ROOT, Driver, Spec
+from benchmarks.machine import read_bandwidth
+from benchmarks.replace import first_token
 from planaria.checkpoint import Checkpoint, resolve_checkpoint
 from planaria.kernels.blocks import KINDS
 from planaria.kernels.cpu.ops import CpuOps
@@ -185,6 +192,41 @@ def speed(path: Path, python: Path, isa: str | None, rounds: int, threads: int, 
     return row
 
 
+def start(path: Path, rounds: int) -> Row:
+    """Seconds, medians of the starts after the first."""
+    found: list[tuple[float, float]] = []
+    for _ in range(rounds + 1):
+        began = time.monotonic()
+        with Server(str(path), "--max-model-len", "2048") as server:
+            ready = time.monotonic() - began
+            asyncio.run(first_token(server, [1000] * 16))
+            found.append((ready, time.monotonic() - began))
+    first, *later = found
+    ready, token = (statistics.median(times) for times in zip(*later, strict=True))
+    return {"first start s": first[0], "start s": ready, "start and token s": token}
+
+
+def shares(path: Path, isa: str | None, rounds: int, threads: int) -> Row:
+    """Of the bandwidth of the same round, medians."""
+    row: Row = {}
+    for dtype, weights in (("float32", "none"), ("bfloat16", "none"), ("bfloat16", "auto")):
+        settings = {
+            "threads": threads, "max_num_seqs": 4, "kv_bytes": 1 << 28, "max_model_len": 512, "kernels": "native",
+            "isa": isa, "dtype": dtype, "options": {"quantization": weights},
+        }  # fmt: skip
+        engine = Driver(Spec(dtype, Path(sys.executable), "planaria_driver.py", str(path), "", 0, settings), OUT)
+        size, limits, rates = engine.started["about"]["weight_bytes"] / 1e9, list[float](), list[float]()
+        for turn in range(rounds):
+            limits.append(statistics.median(read_bandwidth(threads)))
+            with engine.awake():
+                rates.append(rate("single", engine.run(turn, SCENARIOS["single"])) * size)
+        engine.close()
+        of_limit = statistics.median(a / b for a, b in zip(rates, limits, strict=True))
+        name = dtype if weights == "none" else "packed"
+        row |= {f"{name} GB/s": statistics.median(rates), f"{name} of the limit": of_limit}
+    return row | {"limit GB/s": statistics.median(limits)}
+
+
 def tokens(scenario: str, sample: dict[str, Any]) -> int:
     """Of the prompt, or all that came."""
     return SCENARIOS[scenario][0][0] if scenario == "prompt" else sum(n for _, n in sample["events"])
@@ -199,9 +241,9 @@ def rate(scenario: str, sample: dict[str, Any]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--llama-cpp-python", type=Path, required=True)
+    parser.add_argument("--llama-cpp-python", type=Path)
     parser.add_argument("--kinds", default=",".join(MADE))
-    parser.add_argument("--only", choices=["kl", "speed"])
+    parser.add_argument("--only", choices=["kl", "speed", "start", "shares"])
     parser.add_argument("--billion", action="store_true")
     parser.add_argument("--isa")
     parser.add_argument("--rounds", type=int, default=3)
@@ -211,12 +253,22 @@ def main() -> None:
     args = parser.parse_args()
     shapes = {name: (SHORT if args.cpu_time else SCENARIOS)[name] for name in args.scenarios.split(",")}
     OUT.mkdir(parents=True, exist_ok=True)
-    python, source = args.llama_cpp_python.absolute(), resolve_checkpoint("smollm2").files[0]
-    files = [billion()] if args.billion else [made(kind, python, source) for kind in args.kinds.split(",")]
+    alone = args.only in ("start", "shares")
+    if not alone and args.llama_cpp_python is None:
+        parser.error("--llama-cpp-python is needed")
+    python = (args.llama_cpp_python or Path(sys.executable)).absolute()
+    source = resolve_checkpoint("smollm2").files[0]
+    if args.billion:
+        files = [billion()]
+    else:
+        files = [Path(source)] if alone else [made(kind, python, source) for kind in args.kinds.split(",")]
     rows: dict[str, Row] = {}
     for path in files:
-        row = {} if args.only == "speed" or args.billion else closeness(path, python, args.isa)
-        if args.only != "kl":
+        row = {} if args.only not in ("kl", None) or args.billion else closeness(path, python, args.isa)
+        if alone:
+            starts = args.only == "start"
+            row = start(path, args.rounds) if starts else shares(path, args.isa, args.rounds, args.threads)
+        elif args.only != "kl":
             row |= speed(path, python, args.isa, args.rounds, args.threads, shapes, args.cpu_time)
         if not rows:
             print("| file | " + " | ".join(row) + " |\n|---|" + "--:|" * len(row))

@@ -48,6 +48,7 @@ from benchmarks.schemas import FEATURES, drawn
 from planaria import LLM, SamplingParams
 from planaria.checkpoint import resolve_checkpoint
 from planaria.errors import RequestError
+from planaria.kernels import sampling_library
 from planaria.server.tokenise import load_tokenizer
 from planaria.structured.check import TOO_MUCH, GrammarCheck, Vocabulary
 from planaria.structured.constraint import Constraint, Constraints
@@ -129,10 +130,10 @@ def parts(options: argparse.Namespace) -> dict[str, float]:
 
     begins = [begun({**PET, "title": str(i)})[1] for i in range(20)]
     constraint, _ = begun(LONG)
-    line, each = np.zeros(size, np.float32), []
+    logits, each, kernel = np.zeros((1, size), np.float32), [], sampling_library.load().ban
     for token in answer:
         since = time.thread_time()
-        constraint.ban(line)
+        constraint.ban(logits, 0, kernel)
         constraint.drawn = token
         constraint.settle()
         each.append(time.thread_time() - since)

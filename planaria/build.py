@@ -128,7 +128,11 @@ def run_agent(config: EngineConfig) -> int:
     def own(theirs: EngineConfig) -> EngineConfig:
         """The same model, and the same secret, where they are here."""
         parallel = msgspec.structs.replace(theirs.parallel, secret_file=config.parallel.secret_file)
-        return msgspec.structs.replace(theirs, checkpoint=config.checkpoint, parallel=parallel)
+        return msgspec.structs.replace(theirs, checkpoint=checkpoint(theirs), parallel=parallel)
+
+    def checkpoint(theirs: EngineConfig) -> dict[str, Any]:
+        """Other weights than those of the start are where the engine says; what they lack here, who reads them says."""
+        return theirs.checkpoint if theirs.checkpoint.get("updated") else config.checkpoint
 
     kept: dict[int, KVMemory | None] = {}  # of engines, by number; it outlives all that is started here
     owned = keepers_of_all(config.device.platform, accelerator_ids())
@@ -145,9 +149,9 @@ def run_agent(config: EngineConfig) -> int:
 
     def rank(message: bytes) -> tuple[bytes, str]:
         boot = RankBoot.decode(message)
-        checkpoint = msgspec.structs.replace(boot.config, checkpoint=config.checkpoint)
-        boot = msgspec.structs.replace(boot, config=checkpoint, memories=memories(boot.config))
-        return boot.encode(), f"rank {boot.rank}"
+        theirs = msgspec.structs.replace(boot.config, checkpoint=checkpoint(boot.config))
+        boot = msgspec.structs.replace(boot, config=theirs, memories=memories(boot.config))
+        return boot.encode(), "" if boot.beside else f"rank {boot.rank}"
 
     def engine(message: bytes) -> tuple[bytes, str]:
         theirs, keys = msgspec.msgpack.decode(message, type=tuple[EngineConfig, Keys])
@@ -167,7 +171,9 @@ def _inline(config: EngineConfig, emit: Emit) -> EngineLoop:
     """One rank in this process, called directly."""
     from planaria.worker.worker import make_rank
 
-    launcher = InlineLauncher(lambda boot: make_rank(boot, lambda part, fraction: emit(Progress(part, fraction))))
+    launcher = InlineLauncher(
+        lambda boot: make_rank(boot, lambda part, fraction: emit(Progress(part, fraction))), WORKER
+    )
     return EngineLoop(config, launcher, lambda places, epoch: _direct(config, launcher), emit)
 
 

@@ -255,7 +255,15 @@ class _Front:
     def _sleep(self, level: int | None) -> Sleep:
         return Sleep(f"s{next(self._numbers)}", level)
 
-    def _weights(self, path: Folder | None, tensors: Named | None = None, handle: str = "") -> UpdateWeights:
+    def _weights(
+        self,
+        path: Folder | None,
+        tensors: Named | None = None,
+        handle: str = "",
+        keep_kv: bool = False,
+        *,
+        beside: bool = False,
+    ) -> UpdateWeights:
         """Raises ConfigError, ModelError, CapacityError."""
         if sum((path is not None, tensors is not None, bool(handle))) != 1:
             raise ConfigError("update_weights", path, "takes one of path, tensors and handle", "give that alone")
@@ -268,7 +276,7 @@ class _Front:
         self._weights_number += 1
         if shared is not None:
             self._shared[self._weights_number] = shared
-        return UpdateWeights(f"w{self._weights_number}", self._weights_number, checkpoint)
+        return UpdateWeights(f"w{self._weights_number}", self._weights_number, checkpoint, beside, keep_kv)
 
     def _have(self, done: WeightsUpdated) -> None:
         """These are in force: memory of others is let go of, but for those that may still come."""
@@ -775,10 +783,12 @@ class AsyncLLM(_Front):
             _changed(await self._tell(self._sleep(None)))
 
     async def update_weights(
-        self, path: Folder | None = None, *, tensors: Named | None = None, handle: str = ""
+        self, path: Folder | None = None, *, tensors: Named | None = None, handle: str = "", keep_kv: bool = False
     ) -> None:  # fmt: skip
-        """See LLM.update_weights. What runs goes on with them."""
-        _changed(await self._tell(await asyncio.to_thread(self._weights, path, tensors, handle)))
+        """See LLM.update_weights. What runs goes on with them, from KV that is computed again, or (keep_kv) from that
+        of the weights of before, which it then shares with nobody."""
+        asked = await asyncio.to_thread(self._weights, path, tensors, handle, keep_kv, beside=True)
+        _changed(await self._tell(asked))
 
     async def _tell(self, asked: Sleep | UpdateWeights) -> Changed:
         future = self._ask(asked, self._engine.inbox.put)

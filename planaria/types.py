@@ -80,7 +80,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
     @property
     def form(self) -> str:
         """The one that is given. Raises RequestError."""
-        given = [name for name in FORMS if getattr(self, name) not in (None, ())]
+        given = [name for name in FORMS if getattr(self, name) is not None]
         given = [name for name in given if name != "json_object" or self.json_object]
         if len(given) != 1:
             found = ", ".join(given) or "none of them"
@@ -133,10 +133,15 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     guided_decoding: StructuredOutputsParams | None = None  # its older name
     grammar: str = ""  # filled in by the front end from structured_outputs
     pooling: str = ""  # filled in by the front end: no token is drawn; a vector is made, by one of POOLINGS
+    spaces_between_special_tokens: bool = True  # no effect: tokenizers' own words for them are taken
     # vLLM's, that ask for what isn't here: None
     best_of: Any = None
     extra_args: Any = None
+    flat_logprobs: Any = None
     logits_processors: Any = None
+    output_kind: Any = None
+    skip_reading_prefix_cache: Any = None
+    thinking_token_budget: Any = None
     truncate_prompt_tokens: Any = None
 
     def __post_init__(self) -> None:
@@ -215,7 +220,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 _TUPLES = ("stop", "bad_words", "stop_token_ids", "allowed_token_ids")
-_ABSENT = ("best_of", "extra_args", "logits_processors", "truncate_prompt_tokens")
+_ABSENT = (
+    "best_of", "extra_args", "flat_logprobs", "logits_processors", "output_kind", "skip_reading_prefix_cache",
+    "thinking_token_budget", "truncate_prompt_tokens",
+)  # fmt: skip
 
 
 @functools.cache

@@ -307,20 +307,26 @@ class Slept(msgspec.Struct, frozen=True, array_like=True, tag="slept"):
 
 class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag="update_weights"):
     """Have the weights of another checkpoint of the same model, in a new epoch and with the same requests; number: of
-    them, larger than before. Answered by a WeightsUpdated of the same id."""
+    them, larger than before. Answered by a WeightsUpdated of the same id. beside: they are prepared first, while steps
+    go on; otherwise ranks read them at once, for nothing would go on anyway. keep_kv: what has KV goes on from it, and
+    shares it with nobody; otherwise it is computed again."""
 
     id: str
     number: int
     checkpoint: dict[str, Any]  # see EngineConfig
+    beside: bool = True
+    keep_kv: bool = False
 
 
 class WeightsUpdated(msgspec.Struct, frozen=True, array_like=True, tag="weights_updated"):
-    """number: of the weights that are in force; `error`: why they are not those asked for."""
+    """number: of the weights that are in force; `error`: why they are not those asked for; pause: seconds in which
+    nothing was computed."""
 
     id: str
     number: int
     error: str = ""
     seconds: float = 0.0
+    pause: float = 0.0
 
 
 class EngineState(msgspec.Struct, frozen=True):

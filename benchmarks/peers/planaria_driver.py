@@ -19,7 +19,7 @@ class Planaria:
             ops.target_for = lambda dtype, isa: choose(dtype, settings["isa"])
         with parts("LLM(...)"):
             self.llm = LLM(
-                settings["model"], dtype="bfloat16", kernels=settings["kernels"],
+                settings["model"], dtype=settings.get("dtype", "bfloat16"), kernels=settings["kernels"],
                 max_model_len=settings["max_model_len"], max_num_seqs=settings["max_num_seqs"],
                 kv_cache_memory=settings["kv_bytes"], **{"threads": settings["threads"], **settings.get("options", {})},
             )  # fmt: skip

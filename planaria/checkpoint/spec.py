@@ -42,6 +42,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     sentence: dict[str, Any] = {}  # what sentence-transformers' files say, see checkpoint.sentence
     files: tuple[str, ...] = ()  # that hold tensors
     tensors: tuple[TensorInfo, ...] = ()
+    updated: bool = False  # these are not the tensors that the engine began with
 
     @property
     def weight_bytes(self) -> int:

@@ -56,8 +56,13 @@ class AdminAddress(NamedTuple):
             raise PlanariaError(f"no server answers at {self}: {e}") from None
         finally:
             connection.close()
-        if status in (401, 403):
-            wrong = "does not take the admin key that was given" if key and status == 401 else "wants its admin key"
+        if status == 403:
+            raise PlanariaError(
+                f"the server at {self} has no admin key, and tells this only on its own machine, where it has no API "
+                "keys either: start it with --admin-key"
+            )
+        if status == 401:
+            wrong = "does not take the admin key that was given" if key else "wants its admin key"
             raise PlanariaError(f"the server at {self} {wrong}: give --admin-key")
         return status, content
 

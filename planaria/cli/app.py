@@ -87,7 +87,7 @@ def serve(
     model: Annotated[
         list[str],
         typer.Argument(
-            metavar="MODEL...",
+            metavar="MODEL",
             help="A Hugging Face folder, a .gguf file, a hub id, or the alias smollm2; several behind one port.",
         ),
     ],
@@ -104,7 +104,7 @@ def serve(
 @body("generate")
 def generate(
     model: ModelArgument,
-    prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Text to complete.")] = None,
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Text to complete.")] = None,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="The same; may be repeated.")] = None,
     prompt_token_ids: Annotated[
         list[str] | None, typer.Option(help="Token ids to complete, e.g. 1,2,3; may be repeated.")

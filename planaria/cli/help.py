@@ -60,8 +60,8 @@ def rows(records: Iterable[tuple[str, str]], width: int) -> Text:
 def show(ctx: Any, about: str, panels: dict[str, list[tuple[str, str]]], last: str = "") -> str:
     console = Console(width=min(Console().width, 110), highlight=False, markup=False)
     with console.capture() as said:
-        console.print(ctx.command.get_usage(ctx).replace("Usage: ", "\nUsage: "), style="bold")
-        console.print("\n" + textwrap.dedent(about).strip() + "\n")
+        console.print("\n" + re.sub("[{}]", "", ctx.command.get_usage(ctx)), style="bold")
+        console.print("\n" + re.sub(r"(?<!\n)\n(?!\n)", " ", textwrap.dedent(about).strip()) + "\n")
         for title, records in panels.items():
             if records:
                 console.print(Panel(rows(records, console.width - 4), title=title, title_align="left"))

@@ -81,8 +81,9 @@ def _be_agent(model: str, engine: dict[str, Any], log_level: str | None, server:
     behind an outside balancer has engines of its own."""
     from planaria.config.data_parallel import behind_balancer
     from planaria.config.resolve import has_slices, resolve
-    from planaria.logs import setup_logging
+    from planaria.logs import setup_logging, wait_for_no_reader
 
+    wait_for_no_reader()
     if log_level is not None:
         setup_logging(log_level)
     if not model:

@@ -27,7 +27,7 @@ from planaria.config.resolve import resolve
 from planaria.env import admin_key, api_keys, ray_settings
 from planaria.env import log_level as default_level
 from planaria.errors import ConfigError
-from planaria.logs import as_json, setup_logging
+from planaria.logs import as_json, setup_logging, wait_for_no_reader
 from planaria.processes import set_title
 from planaria.server.config import ServerConfig
 from planaria.server.connections import raise_descriptor_limit
@@ -51,6 +51,7 @@ def run(
 ) -> None:  # fmt: skip
     """Exit code: see planaria.server.serve.serve; 2 for a refused option or model, 1 if it can't start."""
     started = time.monotonic()
+    wait_for_no_reader()
     if log_level or log_format or verbose:
         setup_logging(log_level or ("debug" if verbose else default_level()), log_format)
     server |= {

@@ -30,6 +30,15 @@ SHORT = {
 }  # fmt: skip
 
 
+def _verify_name(word: str, flag: str) -> None:
+    """Raises UserError for what was more likely meant as another MODEL."""
+    from planaria.checkpoint.resolve import is_model
+
+    if is_model(word):
+        fix = f"give all models before options, or write {flag}={word}"
+        raise UserError(f"{word} comes after {flag}, where names follow one another, and is a model itself: {fix}")
+
+
 class EngineCommand(PlainCommand):
     """A command with the options of an engine."""
 
@@ -99,7 +108,8 @@ class Translation:
         """The same in this package's words. Raises UserError."""
         out: list[str] = []
         model: list[str] = []
-        places, left = 0, deque(args)
+        placed: list[str] = []
+        left = deque(args)
         while left:
             word = left.popleft()
             flag = self._name(word)
@@ -108,12 +118,12 @@ class Translation:
             if word == "--":
                 return [*model, *out, word, *left]
             if not word.startswith("-") or word == "-" or word[1].isdigit():
-                places += 1
+                placed.append(word)
                 out.append(word)
             elif flag == "--model" and flag not in self.known:
                 model = [self._value(word, left)]
             elif flag in self.known:
-                out += self._own(self.known[flag], word, flag, left, full=places + len(model) >= self.places)
+                out += self._own(self.known[flag], word, flag, left, [*model, *placed])
             elif name in WORDS and not WORDS[name].switch:
                 alone = "=" not in word and (not left or left[0].startswith("--"))
                 self._note(without_effect(name, True if alone else self._value(word, left), flag))
@@ -122,21 +132,24 @@ class Translation:
                 self._note(without_effect(switched, on, flag))
             else:
                 raise self._unknown(flag)
-        if model and places >= self.places:  # a file's counts less
+        if model and len(placed) >= self.places:  # a file's counts less
             if not self.model_in_file:
                 raise UserError(f"MODEL is given twice, by its place and as --model {model[0]}: leave one out")
             model = []
         return [*model, *out]
 
-    def _own(self, known: Any, word: str, flag: str, left: deque[str], *, full: bool) -> Iterator[str]:
-        """An option of this package's, and its values. full: all that is no option has come, so a list may follow."""
+    def _own(self, known: Any, word: str, flag: str, left: deque[str], placed: list[str]) -> Iterator[str]:
+        """An option of this package's, and its values. placed: what is no option; where it's all, a list may follow."""
         if known.is_flag:
             off = word.partition("=")[2].lower() == "false"
             yield from known.secondary_opts[:1] if off else [flag]
             return
         values = [self._value(word, left)]
-        while full and known.multiple and "=" not in word and left and not left[0].startswith("-"):
+        listed = known.multiple and "=" not in word and len(placed) >= self.places
+        while listed and left and not left[0].startswith("-"):
             values.append(left.popleft())
+            if known.name == "served_model_names" and values[-1] not in placed:
+                _verify_name(values[-1], flag)
         if known.multiple and values[0].startswith("["):  # vLLM's way to write a list
             values = json.loads(values[0])
         for each in values:

@@ -19,7 +19,7 @@ from planaria.config.declared import options_of, unhashed
 from planaria.config.options import EngineConfig, EngineOptions
 
 # Of the checkpoint, which travels as plain values: a node's own paths, and what only front ends use.
-_PATHS = ("name", "path", "files", "tokenizer_dir", "chat_template", "generation_config")
+_PATHS = ("name", "path", "files", "tokenizer_dir", "chat_template", "generation_config", "updated")
 
 
 def _not_hashed() -> Iterator[str]:

@@ -374,7 +374,7 @@ def other_weights(config: EngineConfig, path: str) -> dict[str, Any]:
     if found.format != present.format:
         raise ConfigError("weights", path, f"are {found.format}, the engine's are {present.format}", "convert them")
     return dict(msgspec.to_builtins(
-        msgspec.structs.replace(present, path=found.path, files=found.files, tensors=found.tensors)
+        msgspec.structs.replace(present, path=found.path, files=found.files, tensors=found.tensors, updated=True)
     ))  # fmt: skip
 
 
@@ -392,5 +392,5 @@ def other_tensors(config: EngineConfig, weights: SharedWeights) -> dict[str, Any
     tied = config.model.tie_word_embeddings or not config.model.has_logits
     tensors = tensors_for(present, weights, ("lm_head.weight",) if tied else ())
     return dict(msgspec.to_builtins(
-        msgspec.structs.replace(present, path=place, files=(weights.handle,), tensors=tensors)
+        msgspec.structs.replace(present, path=place, files=(weights.handle,), tensors=tensors, updated=True)
     ))  # fmt: skip

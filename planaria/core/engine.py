@@ -342,9 +342,12 @@ def counting_blocks(core: EngineCore) -> list[list[int]]:
     return [holding.counting_blocks(lane) for lane in core.lanes]
 
 
-def rescope(core: EngineCore, scope: KeyScope) -> None:
-    """Keys of blocks are of other weights from now on. Nothing is in flight, and `lost` follows."""
+def rescope(core: EngineCore, scope: KeyScope, *, kept: bool = False) -> None:
+    """Keys of blocks are of other weights from now on. Nothing is in flight, and `lost` follows. kept: who has KV keeps
+    it, which is then of both, so that its keys are its own alone."""
     for lane in core.lanes:
         lane.scope = scope
         for entry in lane.entries.values():
             entry.keys.clear()
+            if kept and (request := entry.request).computed:
+                request.salt = f"{request.salt}\0{request.id}\0{scope.number}"

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 from planaria.executor.boot import RankBoot
 from planaria.executor.link.address import Address
 from planaria.executor.reply_ledger import RankReply
-from planaria.hosts.host import Place
+from planaria.hosts.host import Child, Place
 from planaria.protocol import Command
 from planaria.topology import LaneGroup, Layout
 
@@ -58,6 +58,16 @@ class Launcher(Protocol):
         ...
 
     def spare_pids(self) -> list[int]: ...
+
+    def beside(self, boots: Sequence[RankBoot]) -> Sequence[Child]:
+        """Start a process on each node that has ranks, which packs their weights there (RankBoot.beside; a boot for
+        each rank) and says READY or why it can't; `on_exit` is called then, too. Empty, where that can't be. Raises
+        OSError."""
+        ...
+
+    def tell_spares(self, boot: RankBoot) -> None:
+        """Those that there are get ready once more, as this says."""
+        ...
 
     def lost(self) -> dict[int, str]: ...
 

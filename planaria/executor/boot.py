@@ -17,6 +17,7 @@ from planaria.logs import current_level
 from planaria.node import Memories
 
 SPARE = -1  # the rank of a process that waits to become one
+READY = "ready"  # what it says when it has prepared what it was told to
 
 
 class RankBoot(msgspec.Struct, frozen=True, array_like=True):
@@ -24,7 +25,8 @@ class RankBoot(msgspec.Struct, frozen=True, array_like=True):
 
     threads: of this rank. lanes: the fewest threads that any rank has. crowded: this node's ranks have more threads
     than it has cores, so nobody spins. experts_sent: other ranks will send it whole experts, so it reads none.
-    memories: of its node, for its KV and weights.
+    memories: of its node, for its KV and weights. beside: ranks of this node whose weights it packs into that memory
+    while they compute with others.
     """
 
     config: EngineConfig
@@ -36,6 +38,7 @@ class RankBoot(msgspec.Struct, frozen=True, array_like=True):
     log_level: str = "info"
     experts_sent: bool = False
     memories: Memories = Memories()
+    beside: tuple[int, ...] = ()
 
     @property
     def rank(self) -> int:

@@ -158,13 +158,13 @@ class Gang:
         leaving = bool(self.launcher.leaving)
         if self.layout == self.asked and not leaving:
             return None
-        found = self.launcher.prepare(self.asked, self._spare_boot(self.asked))
+        found = self.launcher.prepare(self.asked, self.spare_boot(self.asked))
         least = self.layout.size if leaving else self.layout.size + 1
         return found if found is not None and found.size >= least else None
 
     def came(self, layout: Layout) -> bool:
         """Are the ranks ready that this layout has more than there are? They get ready beside the others."""
-        found = self.launcher.prepare(layout, self._spare_boot(layout, sent=True))
+        found = self.launcher.prepare(layout, self.spare_boot(layout, sent=True))
         return found is not None and found.size >= layout.size
 
     def fence(self, why: str) -> None:
@@ -334,11 +334,11 @@ class Gang:
         """Have the launcher see to its spares."""
         if self.link is not None and self.places:
             try:
-                self.launcher.stand_by(self._spare_boot(self.asked))
+                self.launcher.stand_by(self.spare_boot(self.asked))
             except OSError as e:  # not now; the ranks that there are do without
                 logger.warning("no spare can be started: %s", e)
 
-    def _spare_boot(self, layout: Layout, *, sent: bool = False) -> RankBoot:
+    def spare_boot(self, layout: Layout, *, sent: bool = False) -> RankBoot:
         """Of a process that gets ready for any rank of a layout. sent: whole experts come from other ranks."""
         assert self.link is not None
         boot = boots_for(self.config.with_layout(layout), self.places, self.link)[0]

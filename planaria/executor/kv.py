@@ -94,10 +94,11 @@ class GangKV:
             self.there = CommittedKV(layout, number, shape.num_blocks)
             self.indexes = [BufferIndex(buffer, shape, lane) for lane in range(shape.lanes)]
 
-    def rescope(self) -> None:
-        """Weights are others: what there is counts for nothing."""
+    def rescope(self, *, kept: bool = False) -> None:
+        """Weights are others: what there is counts for nothing. kept: but for what is open."""
         self._rescope()
-        self.forget()
+        if not kept:
+            self.forget()
 
     def _rescope(self) -> None:
         files = self.config.checkpoint.get("files", ())

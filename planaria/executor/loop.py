@@ -28,7 +28,7 @@ from planaria.executor.layout_change import LayoutChanger
 from planaria.executor.link.codec import encode_command
 from planaria.executor.link.faults import LinkError
 from planaria.executor.loras import LoraStore
-from planaria.executor.new_weights import update_weights
+from planaria.executor.new_weights import NewWeights
 from planaria.executor.pending import Pending
 from planaria.executor.reply_ledger import Ticket
 from planaria.executor.sleeper import Sleeper
@@ -93,6 +93,7 @@ class EngineLoop:
         self.epochs = Epochs(config, self.gang, clock, say, self._emit, self.balancing.formed)
         self.layout_change = LayoutChanger(config, self.gang, say, lambda: self.clock(), self._change, self._prepare)
         self.sleeper = Sleeper(self.gang, say, clock, lambda: settle(self), lambda: wake(self))
+        self.new_weights = NewWeights(self, lambda: settle(self))
         self.loras = LoraStore(config, self.gang, lambda: self.clock())
         self.reports = Reports(self.gang, self.call, self.busy, say)
 
@@ -154,7 +155,7 @@ class EngineLoop:
         self._look_at_core()
         try:
             self.gang.check()
-            self.layout_change.look(not self._has_work())
+            look_at_changes(self)
         except WorkersLost as e:
             self.begin_next(e)
         self._look_for_room()
@@ -256,7 +257,7 @@ class EngineLoop:
         self._look_for_room()
         self._look_at_core()
         try:
-            self.layout_change.look(not self._has_work())
+            look_at_changes(self)
             self.loras.place(core)
             while core.in_flight < max(gang.layout.pp, self.config.scheduler.depth):
                 plan = core.plan(self.clock()) if self.sleeper.level is None else None
@@ -427,6 +428,13 @@ def settle(loop: EngineLoop) -> None:
     save_last(loop)
 
 
+def look_at_changes(loop: EngineLoop) -> None:
+    """That are being prepared. Raises WorkersLost."""
+    loop.layout_change.look(not loop._has_work())
+    if loop.new_weights.asked is not None:
+        loop.new_weights.look(why_not(loop))
+
+
 def wake(loop: EngineLoop) -> str:
     """Another epoch begins, or why none does."""
     loop.begin_next(Wish(loop.gang.layout, "the engine wakes up", "asleep"))
@@ -438,7 +446,7 @@ def carry_out(loop: EngineLoop, asked: Sleep | UpdateWeights) -> None:
     if isinstance(asked, Sleep):
         loop.sleeper.ask(asked, why_not(loop))
     else:
-        update_weights(loop, asked, why_not(loop), lambda: settle(loop))
+        loop.new_weights.ask(asked, why_not(loop))
 
 
 def why_not(loop: EngineLoop) -> str:

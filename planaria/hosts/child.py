@@ -10,15 +10,17 @@ import os
 import sys
 from collections.abc import Iterator
 
+from planaria.logs import wait_for_no_reader
 from planaria.processes import die_with_parent
 
 LENGTH = 8  # bytes of a message's length
 
 
 def begin() -> list[str]:
-    """The first thing a process does: end with its parent. Returns what comes after SAYS."""
+    """The first thing a process does: end with its parent, and wait for no reader. Returns what comes after SAYS."""
     if (parent := int(sys.argv[1])) > 0:
         die_with_parent(parent)
+    wait_for_no_reader()
     return sys.argv[3:]
 
 

@@ -89,6 +89,7 @@ class Pool:
         self.on_each, self.deal = on_each, deal
         self.ranks: dict[int, Child] = {}
         self.spares: list[Child] = []
+        self.others: list[Child] = []  # beside ranks
         self.bad: set[Slot] = set()
         self.placement: Placement | None = None
         self.tries = BackOff(longest)  # of slots that were given up
@@ -306,15 +307,21 @@ class Pool:
             counts.append({node: room.good for node, room in rooms.items()})
         return any(shrink(cluster_of(each), layout, span=True) == layout for each in counts)
 
+    def beside(self, node: str, news: News) -> Child:
+        """A process on a node of a rank's that has no place of its own: it takes no accelerator. Raises OSError."""
+        self.others = [child for child in self.others if not child.ended]
+        self.others.append(self.host.spawn((node, 0), self.entry, None, news))
+        return self.others[-1]
+
     # -- ending
 
     def close(self) -> None:
         """Wait for the ranks' end; those that don't end are killed. Idempotent."""
-        for spare in self.spares:
-            spare.kill()
-        children = [*self.ranks.values(), *self.spares]
+        for child in [*self.spares, *self.others]:
+            child.kill()
+        children = [*self.ranks.values(), *self.spares, *self.others]
         self._dismiss(self.host.await_ends(children, EXIT_TIMEOUT))
-        self.ranks, self.spares = {}, []
+        self.ranks, self.spares, self.others = {}, [], []
 
     def kill(self) -> None:
         """End all for certain."""

@@ -38,6 +38,7 @@ _NEGATIVE_INFINITY, _INFINITY, _NAN = _f(-np.inf), _f(np.inf), _f(np.nan)
 _MAGNITUDE, _INFINITY_BITS, _LEAST = _i(0x7FFFFFFF), _i(0x7F800000), _i(-0x80000000)
 _M0, _M1, _W0, _W1 = _u(0xD2511F53), _u(0xCD9E8D57), _u(0x9E3779B9), _u(0xBB67AE85)
 _LOW, _HALF = _u(0xFFFFFFFF), _u(32)
+_ALL = _u(2**64 - 1)
 _NEVER = 1 << 62
 
 
@@ -385,6 +386,16 @@ def edit_line(
         line[base + seen[i]] = x - (presence if counts[i] > 0 else _f(0.0))
 
 
+def ban_line(line, base, size, allowed):
+    """-infinity, in place on one row's logits, for every token whose bit is not set in the words of `allowed`."""
+    for first in range(0, size, 64):
+        word = allowed[first >> 6]
+        if word != _ALL:
+            for j in range(min(64, size - first)):
+                x = line[base + first + j]
+                line[base + first + j] = x if (word >> _u(j)) & _u(1) else _NEGATIVE_INFINITY
+
+
 FUNCTIONS: dict[str, Callable[..., None]] = {
-    "sample_lines": sample_lines, "logprob_lines": logprob_lines, "edit_line": edit_line,
+    "sample_lines": sample_lines, "logprob_lines": logprob_lines, "edit_line": edit_line, "ban_line": ban_line,
 }  # fmt: skip

@@ -30,6 +30,7 @@ ENTRIES = {
     "sample_lines": "f i n n n q f q d f Q q f i q q q q q i q i q q q q",
     "logprob_lines": "f i n n n n q f i f q q q",
     "edit_line": "f n n q n q f n q f x x x",
+    "ban_line": "f n n Q",
 }
 Array = npt.NDArray[Any]
 
@@ -97,6 +98,11 @@ class SamplingKernels:
             bias_ids.ctypes.data, biases.ctypes.data, len(seen), seen.ctypes.data, counts.ctypes.data,
             repetition, frequency, presence,
         )  # fmt: skip
+
+    def ban(self, logits: Array, line: int, allowed: int) -> None:
+        """`ban_line` of one line; allowed: the address of words of 64 bits, one for each logit."""
+        size = logits.shape[1]
+        self._functions["ban_line"](logits.ctypes.data, line * size, size, allowed)
 
 
 _lock = threading.Lock()

@@ -162,13 +162,16 @@ async def update_weights(request: Request) -> Response:
         return failure("another change of the fleet is under way; ask again after it", 409, code="busy")
     async with fleet.updating:
         try:
-            found = await fleet.update_weights(body.path or "", body.handle or "")
+            found = await fleet.update_weights(body.path or "", body.handle or "", keep_kv=body.keep_kv)
         except (ConfigError, ModelError) as e:
             return failure(str(e), 400, param=param, code="weights_refused")
     for index, done in found.items():
         if done.error:
             return failure(f"engine {index}: {done.error}", 400, param=param, code="weights_refused")
-    engines = [{"engine": n, "weights_version": done.number, "seconds": done.seconds} for n, done in found.items()]
+    engines = [
+        {"engine": n, "weights_version": done.number, "seconds": done.seconds, "pause": done.pause}
+        for n, done in found.items()
+    ]
     return Response(encode_json({"engines": engines}), media_type=JSON)
 
 

@@ -27,7 +27,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
                fix="give 0 (any free one) to 65535"),
     ] = 8000  # fmt: skip
     served_model_names: Annotated[
-        tuple[str, ...], option("Name(s) clients use; default: MODEL as typed.", "--served-model-name")
+        tuple[str, ...],
+        option("Name clients use, or several after one another; default: MODEL as typed.", "--served-model-name"),
     ] = ()  # the first is what answers carry; empty: the engine's own name
     eos_ids: tuple[int, ...] = ()  # for a server without a tokenizer; else the tokenizer's count
     seed: int | None = None  # from which requests that bring none get theirs, in the order they come; None: drawn

@@ -266,27 +266,27 @@ class Fleet:
         found = await asyncio.gather(*(keeper.wishes.sleep(level) for _, keeper in keepers))
         return {index: slept for (index, _), slept in zip(keepers, found, strict=True)}
 
-    async def update_weights(self, path: str, handle: str = "") -> dict[int, WeightsUpdated]:
-        """One engine after the other, so that the others serve meanwhile; all of them, or none. Raises ConfigError,
-        ModelError."""
+    async def update_weights(self, path: str, handle: str = "", *, keep_kv: bool = False) -> dict[int, WeightsUpdated]:
+        """One engine after the other, so that the others serve meanwhile; all of them, or none. See wire.UpdateWeights.
+        Raises ConfigError, ModelError."""
         shared = SharedWeights.held(handle) if handle else None
         before, number = self.config, self.config.weights_number + 1
         asked = (other_weights, before, path) if shared is None else (other_tensors, before, shared)
         checkpoint = await asyncio.to_thread(*asked)
         try:
-            return await self._updated(before, number, checkpoint)
+            return await self._updated(before, number, checkpoint, keep_kv)
         finally:
             if self.config.checkpoint is checkpoint:
                 self.shared_weights = shared  # and those of before are let go of
 
     async def _updated(
-        self, before: EngineConfig, number: int, checkpoint: dict[str, Any]
+        self, before: EngineConfig, number: int, checkpoint: dict[str, Any], keep_kv: bool
     ) -> dict[int, WeightsUpdated]:  # fmt: skip
         self.config = msgspec.structs.replace(before, checkpoint=checkpoint, weights_number=number)
         found: dict[int, WeightsUpdated] = {}
         for index, keeper in sorted(self.members.items()):
             if keeper.engine.dead is None:
-                found[index] = await update_weights(keeper, number, checkpoint)
+                found[index] = await update_weights(keeper, number, checkpoint, keep_kv)
                 if found[index].error:
                     self.config = msgspec.structs.replace(
                         self.config, checkpoint=before.checkpoint, weights_number=number + 1

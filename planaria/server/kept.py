@@ -27,12 +27,14 @@ class Kept:
         self.weights: list[int] = []  # likewise, the number of those that drew them
         self.versions: list[tuple[int, int]] = []  # see `version_runs`
         self.texts: list[str] = []
+        self.pieces: list[tuple[int, int]] = []  # as versions, by texts that aren't empty
         self.end: Outcome | None = None
         self.again = 0  # times that it was begun again since the last piece
         self.told = self.count = 0  # records after the head
         self._items: ResponseItems | None = ResponseItems(head.reading)  # None: not read yet
         self._upto: list[int] = []  # events of its items with each record
         self._num_tokens = self._reasoning = 0  # of the output; and up to the reasoning's end
+        self._num_pieces = 0  # texts that aren't empty
         self._head_size = len(frame(head))
         self.size = self._head_size + _PIECE  # bytes, about
 
@@ -64,7 +66,7 @@ class Kept:
             self._charge(self.texts[-1], 0)
             at += length
         self.count = len(self.texts) + 1
-        self._items, self.versions = None, list(whole.weights)
+        self._items, self.versions, self.pieces = None, list(whole.weights), list(whole.pieces)
         self._end(whole.end)
 
     def add(self, record: PieceRecord) -> bytes:
@@ -81,10 +83,13 @@ class Kept:
 
     def _note(self, record: PieceRecord) -> None:
         items = self.items
-        if record.text:
-            items.push(record.text)
         if record.tokens:
             drawn(self.versions, self._num_tokens, record.weights)
+        if record.text:
+            number = self.versions[-1][1] if self.versions else 0
+            drawn(self.pieces, self._num_pieces, number)
+            items.push(record.text, number)
+            self._num_pieces += 1
         self._num_tokens += len(record.tokens)
         if items.reasons:
             self._reasoning = self._num_tokens
@@ -134,7 +139,8 @@ class Kept:
             pieces = zip(self.tokens, self.texts, self.weights, strict=True)
             return b"".join([frame(head), *(frame(PieceRecord(*one[:2], None, one[2])) for one in pieces)])
         texts = [text for text in self.texts if text]
-        return frame(head) + frame(Whole([len(text) for text in texts], "".join(texts), self.end, self.versions))
+        lengths = [len(text) for text in texts]
+        return frame(head) + frame(Whole(lengths, "".join(texts), self.end, self.versions, self.pieces))
 
     # -- what is told
 
@@ -153,8 +159,10 @@ class Kept:
         if self._items is None:
             assert self.end is not None
             items = ResponseItems(self.head.reading)
-            for text in self.texts:
-                items.push(text)
+            number, runs = 0, dict(self.pieces)
+            for at, text in enumerate(self.texts):
+                number = runs.get(at, number)
+                items.push(text, number)
             items.finish(self.end.status)
             self._items = items
         return self._items

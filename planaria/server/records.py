@@ -82,12 +82,13 @@ class Again(msgspec.Struct, frozen=True, array_like=True, tag="again"):
 
 class Whole(msgspec.Struct, frozen=True, array_like=True, tag="whole"):
     """All that came of one that has ended. lengths: of the pieces of its text, in characters; weights: see
-    `version_runs`."""
+    `version_runs`; pieces: the same by pieces."""
 
     lengths: list[int]
     text: str
     end: Outcome
     weights: list[tuple[int, int]] = []
+    pieces: list[tuple[int, int]] = []
 
 
 Record = Head | PieceRecord | Again | Whole

@@ -50,13 +50,15 @@ class Residence:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the node that its KV and packed weights have."""
+        """Memory of the node that its KV and packed weights have, and tensors that it was given."""
         weights, memories = self.fleet.weights, [keeper.memory for keeper in self.fleet.members.values()]
         packed = os.fstat(weights.fileno()).st_blocks * 512 if weights is not None else 0
-        return packed + sum(memory.num_bytes for memory in memories if memory is not None)
+        given = self.fleet.shared_weights.num_bytes if self.fleet.shared_weights is not None else 0
+        return packed + given + sum(memory.num_bytes for memory in memories if memory is not None)
 
     async def drop(self, *, weights: bool) -> None:
-        """Give back what unloaded engines left: KV, and (weights) packed weights, too."""
+        """Give back what unloaded engines left: KV, and (weights) packed weights, too. Tensors that it was given stay,
+        since nothing else has them."""
         for keeper in self.fleet.members.values():
             if keeper.memory is not None:
                 keeper.memory.close()

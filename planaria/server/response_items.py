@@ -46,11 +46,13 @@ class ResponseItem:
 
 
 class ResponseItems:
-    """events: the name of each, the number of its item, and what it adds to that. reading: None: all is one message."""
+    """events: the name of each, the number of its item, what it adds to that, and the number of the weights that drew
+    the last piece before it. reading: None: all is one message."""
 
     def __init__(self, reading: Reading | None) -> None:
         self.items: list[ResponseItem] = []
-        self.events: list[tuple[str, int, str]] = []
+        self.events: list[tuple[str, int, str, int]] = []
+        self._weights = 0
         self._parser = reading.parser() if reading is not None else None
         self._open = False  # the last item is
 
@@ -59,8 +61,9 @@ class ResponseItems:
         """The last item is reasoning."""
         return bool(self.items) and self.items[-1].kind == "reasoning"
 
-    def push(self, text: str) -> None:
-        """A piece, not empty."""
+    def push(self, text: str, weights: int) -> None:
+        """A piece, not empty, and the number of the weights that drew it."""
+        self._weights = weights
         for event in self._parser.push(text) if self._parser is not None else [OutputEvent("content", text)]:
             self._take(event)
 
@@ -113,4 +116,4 @@ class ResponseItems:
         self._tell("output_item.done")
 
     def _tell(self, kind: str, text: str = "") -> None:
-        self.events.append((kind, len(self.items) - 1, text))
+        self.events.append((kind, len(self.items) - 1, text, self._weights))

@@ -137,14 +137,15 @@ def _event(kept: Kept, number: int) -> tuple[str, Json]:
         return kind, {"response": response_of(kept, "in_progress" if begun else "queued")}
     if number - first == kept.num_told:
         return kept.status, {"response": response_of(kept)}
-    kind, index, text = kept.items.events[number - first]
+    kind, index, text, weights = kept.items.events[number - first]
     if kind == "output_item.added" or kind == "output_item.done":
         return kind, {"output_index": index, "item": _item(kept, index, begun=kind.endswith("added"))}
     item = kept.items.items[index]
     place: Json = {"item_id": item.id(kept.head.uid, index), "output_index": index}
+    drawn_by: Json = {"weights_version": weights} if weights else {}
     match kind:
         case "function_call_arguments.delta":
-            return kind, {**place, "delta": text}
+            return kind, {**place, "delta": text, **drawn_by}
         case "function_call_arguments.done":
             return kind, {**place, "name": item.name, "arguments": item.text}
     place["content_index"] = 0
@@ -154,4 +155,4 @@ def _event(kept: Kept, number: int) -> tuple[str, Json]:
             return kind, {**place, "part": _part(item, item.text if kind.endswith("done") else "")}
         case "output_text.done" | "reasoning_text.done":
             return kind, {**place, "text": item.text, **more}
-    return kind, {**place, "delta": text, **more}
+    return kind, {**place, "delta": text, **more, **drawn_by}

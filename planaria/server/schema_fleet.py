@@ -88,12 +88,14 @@ class WeightsRequest(Strict):
 
     path: str | None = None  # of a folder or file where the engines are
     handle: str | None = None  # of SharedWeights on their node
+    keep_kv: bool = False  # what runs goes on from the KV that it has, of the weights of before
 
 
 class EngineWeights(Strict):
     engine: int
     weights_version: int
     seconds: float
+    pause: float  # seconds in which nothing was computed
 
 
 class WeightsResponse(Strict):

@@ -39,12 +39,14 @@ class EngineWishes:
             self.level = before
         return done
 
-    async def weights(self, number: int, checkpoint: dict[str, Any]) -> WeightsUpdated:
+    async def weights(self, number: int, checkpoint: dict[str, Any], keep_kv: bool) -> WeightsUpdated:
         """See wire.UpdateWeights. One that is not up has them when it is."""
         engine = self.engine
         if not engine.up:
             return WeightsUpdated("", number)
-        return await self._weights.ask(lambda id: engine.send(UpdateWeights(str(id), number, checkpoint)))
+        return await self._weights.ask(
+            lambda id: engine.send(UpdateWeights(str(id), number, checkpoint, keep_kv=keep_kv))
+        )
 
     def hear(self, message: FromEngine) -> None:
         if isinstance(message, Slept) and message.id != AGAIN:
@@ -54,8 +56,8 @@ class EngineWishes:
 
     def came_up(self, facts: EngineFacts, config: EngineConfig) -> None:
         """Another process has. config: as it should be; it was started before that was so, maybe."""
-        if facts.weights_number != config.weights_number:
-            self.engine.send(UpdateWeights(AGAIN, config.weights_number, config.checkpoint))
+        if facts.weights_number != config.weights_number:  # not beside: what it is asked next is for these
+            self.engine.send(UpdateWeights(AGAIN, config.weights_number, config.checkpoint, beside=False))
         if self.level is not None:
             self.engine.send(Sleep(AGAIN, self.level))
 
@@ -65,11 +67,13 @@ class EngineWishes:
         self._weights.answer_all(WeightsUpdated("", config.weights_number))
 
 
-async def update_weights(keeper: EngineKeeper, number: int, checkpoint: dict[str, Any]) -> WeightsUpdated:
+async def update_weights(
+    keeper: EngineKeeper, number: int, checkpoint: dict[str, Any], keep_kv: bool = False
+) -> WeightsUpdated:  # fmt: skip
     """Processes that come later have them from the start."""
     before = keeper.config
     keeper.config = msgspec.structs.replace(before, checkpoint=checkpoint, weights_number=number)
-    done = await keeper.wishes.weights(number, checkpoint)
+    done = await keeper.wishes.weights(number, checkpoint, keep_kv)
     if done.error:
         keeper.config = msgspec.structs.replace(
             keeper.config, checkpoint=before.checkpoint, weights_number=before.weights_number

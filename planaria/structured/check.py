@@ -31,6 +31,7 @@ MEMORY = 2 << 30  # bytes of addresses it may have
 KEPT = 256  # verdicts that are kept
 KEPT_BYTES = 16 << 20  # of their grammars
 
+NICE = 10  # a tenth of a core's time where others want it all: ranks of the same machine compute meanwhile
 ENDING = 1.0  # seconds that it may take to end
 FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)  # what it makes of a grammar ends it otherwise
 TOO_MUCH = f"takes more than {CPU:g} s of a processor, or too much memory, to compile"
@@ -147,6 +148,7 @@ class GrammarCheck:
             [sys.executable, "-m", "planaria.structured.check_process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, bufsize=0,
         )  # fmt: skip
+        os.setpriority(os.PRIO_PROCESS, process.pid, NICE)  # also what it imports
         assert process.stdin is not None
         os.set_blocking(process.stdin.fileno(), False)
         return self._exchange(vocabulary, START) is not None

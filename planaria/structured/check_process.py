@@ -7,7 +7,6 @@ grammar that takes too much of a processor or of memory, and with one that the l
 from __future__ import annotations
 
 import json
-import os
 import resource
 import signal
 import sys
@@ -22,7 +21,6 @@ from planaria.structured.spec import OutputForm
 
 STACK = 16 << 20  # bytes: a quarter of what those have who follow a grammar
 LOOKING = 0.2  # seconds for the place of a mistake
-NICE = 5  # a quarter of a core's time where others want it all: ranks of the same machine compute meanwhile
 NESTED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # objects of schemas
 LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
 SINGLE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames")
@@ -174,7 +172,6 @@ def main() -> None:
     leave_signals_to_parent()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.nice(NICE)
     threading.stack_size(STACK)
     thread = threading.Thread(target=serve)
     thread.start()

@@ -28,57 +28,52 @@ if TYPE_CHECKING:
 STACK = 64 << 20  # bytes of the threads that compile and follow grammars: more than where they were checked
 COMPILED = 32  # grammars that are kept
 LATE = 256  # keys of constraints that are kept for rows to enter again
-FEW = 512  # tokens that are named one by one
 WORTH_A_THREAD = 8  # rows: handing work to a thread costs as much as a few
 PATIENCE = 0.01  # seconds in which a step waits for what isn't ready, in all
 EACH = 0.005  # seconds of a processor that a row's tokens may take, each
 AT_FIRST = 0.5  # and so many more, in all
 
 TOO_COMPLEX = "the grammar of structured_outputs is too complex"
-DEAD_END = "the grammar of structured_outputs allows no token here"
 
 VocabularyOf = Callable[[int], "llguidance.LLTokenizer"]  # by the token that stands for the end
-Bools = npt.NDArray[np.bool_]
-Ids = npt.NDArray[np.int64]
-Words = npt.NDArray[np.uint64]
+Ban = Callable[[Any, int, int], None]  # of logits, a line, and where a bit for each token allowed is in memory
 Key = tuple[str, tuple[int, ...], tuple[int, ...], bool]  # grammar, ends, output, goes_on
 
 
 class Constraint:
-    """What one row may draw next, once it is settled: `few` tokens, or all but the tokens (or the mask) `banned`; or
-    its `error`.
+    """What one row may draw next, once it is settled: the tokens whose bits are set in `allowed`; or its `error`.
+    Between two tokens caches hold weights, and nothing of this: the less is touched, the better.
 
-    eos_ids: end the output. goes_on: not while anything else is allowed. `drawn`: the last token, that hasn't been
-    looked at. `over`: the output has ended, and what is still drawn is nobody's. `late`: it was not ready when its row
-    was to draw. `spent`: seconds of a processor. `key`: what it was made of, until a
-    token is drawn.
+    eos_ids: end the output. goes_on: not while anything else is allowed. `must_end`: nothing but them is allowed.
+    `drawn`: the last token, that hasn't been looked at. `over`: the output has ended, and what is still drawn is
+    nobody's. `late`: it was not ready when its row was to draw. `spent`: seconds of a processor. `key`: what it was
+    made of, until a token is drawn.
     """
 
     __slots__ = (
-        "banned", "bits", "drawn", "ends", "eos_ids", "error", "few", "goes_on", "key", "late", "looks", "mask_bytes",
-        "matcher", "over", "ready", "size", "spent",
+        "address", "allowed", "drawn", "ends", "eos_ids", "error", "goes_on", "key", "late", "looks", "mask_bytes",
+        "matcher", "must_end", "over", "ready", "size", "spent",
     )  # fmt: skip
 
     def __init__(self, vocab_size: int, eos_ids: Sequence[int], *, goes_on: bool) -> None:
         self.size, self.goes_on = vocab_size, goes_on
         self.key: Key | None = None
-        self.bits, self.mask_bytes = np.zeros(0, np.uint64), 0
+        self.allowed, self.address, self.mask_bytes = bytearray(), 0, 0
         self.eos_ids = np.array([token for token in eos_ids if 0 <= token < vocab_size], np.int64)
         self.ends = frozenset(self.eos_ids.tolist())
         self.matcher: llguidance.LLMatcher | None = None
         self.ready: Future[None] | None = None
         self.error = ""
-        self.over = self.late = False
+        self.over = self.late = self.must_end = False
         self.drawn: int | None = None
-        self.few: Ids | None = None
-        self.banned: Ids | Bools | None = None
         self.looks, self.spent = 0, 0.0
 
     def begin(self, matcher: llguidance.LLMatcher, tokens: int, output: Sequence[int]) -> None:
         """With what came out already. tokens: of the matcher's vocabulary."""
         self.matcher = matcher
         self.mask_bytes = (tokens + 31) // 32 * 4
-        self.bits = np.zeros(-(-max(self.size, self.mask_bytes * 8) // 64), np.uint64)
+        self.allowed = bytearray(-(-max(self.size, self.mask_bytes * 8) // 64) * 8)
+        self.address = np.frombuffer(self.allowed, np.uint8).ctypes.data
         for token in output:
             self._take(token, f"token {token} does not follow the grammar of structured_outputs")
         self._look()
@@ -115,71 +110,54 @@ class Constraint:
         """For what may come next."""
         matcher = self.matcher
         assert matcher is not None
-        self.few = self.banned = None
+        self.must_end = False
         if self.error or self.over:
             return
         if matcher.is_stopped() and not matcher.is_error():
-            self.few = self.eos_ids
+            self.must_end = True
             return
-        bits = self.bits
-        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, self.mask_bytes)
+        matcher.unsafe_compute_mask_ptr(self.address, self.mask_bytes)
         if matcher.is_error():
             self._fail(TOO_COMPLEX)
-            return
-        self._allow(bits, accepting=matcher.is_accepting())
-
-    def _allow(self, bits: Words, *, accepting: bool) -> None:
-        """Those of a bit for each token, but for the ends, which are allowed where the grammar may end here."""
-        if last := self.size & 63:
-            bits[self.size >> 6] &= np.uint64((1 << last) - 1)
-        bits[(self.size + 63) >> 6 :] = 0
-        if accepting:
-            octets = bits.view(np.uint8)
+        elif self._allows(int(self.eos_ids[0])):  # the one that the matcher knows
             for token in self.ends:
-                octets[token >> 3] |= 1 << (token & 7)
-                octets[token >> 3] ^= self.goes_on << (token & 7)
-        count = int.from_bytes(bits.tobytes(), "little").bit_count()
-        if not count:
-            self.few = self.eos_ids if accepting else None
-            self.error = "" if accepting else DEAD_END
-        elif count <= FEW:
-            self.few = _places(bits)
-        elif count >= self.size - FEW:
-            self.banned = _places(~bits)[: self.size - count]
-        else:
-            self.banned = np.unpackbits((~bits).view(np.uint8), count=self.size, bitorder="little").view(np.bool_)
+                self.allowed[token >> 3] |= 1 << (token & 7)
+                self.allowed[token >> 3] ^= self.goes_on << (token & 7)
+            self.must_end = self.goes_on and bool(self._banned().all())
 
-    @property
-    def must_end(self) -> bool:
-        """Nothing but the end is allowed."""
-        return self.few is self.eos_ids
+    def _allows(self, token: int) -> bool:
+        return bool(self.allowed[token >> 3] >> (token & 7) & 1)
 
-    def ban(self, line: Any) -> str:
-        """Set what is not allowed to -inf, in a line of logits (an array, or a tensor on any device). Returns the row's
-        error, "": none. A row that must end does, whatever else was banned."""
+    def _banned(self) -> npt.NDArray[np.bool_]:
+        """Of each token."""
+        allowed = np.frombuffer(self.allowed, np.uint8)
+        return np.unpackbits(~allowed, count=self.size, bitorder="little").view(np.bool_)
+
+    def ban(self, logits: Any, line: int, kernel: Ban | None = None) -> str:
+        """Set what is not allowed to -inf, in a line of logits (an array, or a tensor on any device). kernel: that does
+        it, for an array. Returns the row's error, "": none. A row that must end does, whatever else was banned."""
         if self.error or self.over:
             return self.error
-        if self.few is not None:
-            kept = 0.0 if self.must_end else line[self.few]
-            line[:] = -np.inf
-            line[self.few] = kept
-        elif self.banned is not None:
-            line[self.banned if isinstance(line, np.ndarray) else _like(line, self.banned)] = -np.inf
+        if self.must_end:
+            logits[line] = -np.inf
+            logits[line, self.eos_ids] = 0.0
+        elif kernel is not None:
+            kernel(logits, line, self.address)
+        else:
+            banned = self._banned()
+            logits[line, banned if isinstance(logits, np.ndarray) else _like(logits, banned)] = -np.inf
         return ""
 
 
-def _places(bits: Words) -> Ids:
-    """Of a few that are set."""
-    at = np.flatnonzero(bits)
-    found: Ids = np.flatnonzero(np.unpackbits(bits[at].view(np.uint8), bitorder="little").view(np.bool_))
-    places: Ids = at[found >> 6] * 64 + (found & 63)
-    return places
+def _settle(constraints: list[Constraint]) -> None:
+    for constraint in constraints:
+        constraint.settle()
 
 
-def _like(line: Any, array: Any) -> Any:
+def _like(logits: Any, array: Any) -> Any:
     import torch
 
-    return torch.from_numpy(array).to(line.device)
+    return torch.from_numpy(array).to(logits.device)
 
 
 class Constraints:
@@ -189,12 +167,15 @@ class Constraints:
     def __init__(self, vocab_size: int, vocabulary: VocabularyOf, threads: int = 1, *, ahead: bool = False) -> None:
         self.size, self.threads, self.ahead, self._vocabulary = vocab_size, threads, ahead, vocabulary
         self._compiled: OrderedDict[tuple[str, int], llguidance.LLMatcher] = OrderedDict()
+        self.late = Constraint(vocab_size, (), goes_on=False)  # of rows that are late, until they enter again
+        self.late.late = True
         self._late: dict[Key, list[Constraint]] = {}
         self._compiling: ThreadPoolExecutor | None = None
         self._following: ThreadPoolExecutor | None = None
 
     def enter(self, grammar: str, eos_ids: Sequence[int], output: Sequence[int], *, goes_on: bool) -> Constraint:
-        """Of a row with this output so far; the one that was late, where one was, whose work goes on."""
+        """Of a row with this output so far; one that was late, of this or another row, where one was: its work goes on.
+        """
         key = grammar, tuple(eos_ids), tuple(output), goes_on
         if key in self._late:
             constraint = self._late[key].pop()
@@ -211,13 +192,16 @@ class Constraints:
         """These tokens were drawn."""
         for constraint, token in drawn:
             constraint.drawn, constraint.key = token, None
-        if self.ahead:
-            self._split([constraint for constraint, _ in drawn], 1)
+        if self.ahead and drawn:
+            ready = self._threads()[1].submit(_settle, [constraint for constraint, _ in drawn])
+            for constraint, _ in drawn:
+                constraint.ready = ready
 
-    def settle(self, constraints: Sequence[Constraint]) -> None:
-        """All of them know what may come next, but those that are late."""
+    def bind(self, bound: Sequence[tuple[int, Constraint]], logits: Any, kernel: Ban | None = None) -> dict[int, str]:
+        """Ban what may not be drawn from these lines of logits. kernel: see `Constraint.ban`. Returns errors by line;
+        one that is empty is of a row that is late, and has `late` from now on."""
         deadline = 0.0
-        for constraint in constraints:
+        for _, constraint in bound:
             if constraint.ready is None or constraint.late:
                 continue
             if not constraint.ready.done():
@@ -228,14 +212,18 @@ class Constraints:
             else:
                 constraint.late = True
                 self._keep(constraint)
-        todo = [constraint for constraint in constraints if constraint.drawn is not None and not constraint.late]
-        own = self._split(todo, min(self.threads, len(todo) // WORTH_A_THREAD) - 1)
-        for constraint in own:
-            constraint.settle()
-        for constraint in todo:
-            if constraint.ready is not None:
-                constraint.ready.result()
-                constraint.ready = None
+
+        def banned(lines: list[tuple[int, Constraint]]) -> dict[int, str]:
+            _settle([constraint for _, constraint in lines])
+            return {line: error for line, constraint in lines if (error := constraint.ban(logits, line, kernel))}
+
+        there = [(line, constraint) for line, constraint in bound if not constraint.late]
+        parts = 1 if self.ahead else max(1, min(self.threads, len(there) // WORTH_A_THREAD))
+        others = [self._threads()[1].submit(banned, there[part::parts]) for part in range(1, parts)]
+        errors = banned(there[::parts])
+        for other in others:
+            errors |= other.result()
+        return errors | {line: "" for line, constraint in bound if constraint.late}
 
     def _keep(self, constraint: Constraint) -> None:
         """For its request, when that enters again, if nothing was drawn since it began."""
@@ -244,23 +232,6 @@ class Constraints:
         self._late.setdefault(constraint.key, []).append(constraint)
         while len(self._late) > LATE:
             del self._late[next(iter(self._late))]
-
-    def _split(self, constraints: list[Constraint], others: int) -> list[Constraint]:
-        """Hand them to so many other threads, each its part; returns what is left."""
-        if others < 1:
-            return constraints
-        parts = others if self.ahead else others + 1
-
-        def work(part: list[Constraint]) -> None:
-            for constraint in part:
-                constraint.settle()
-
-        for i in range(others):
-            part = constraints[i::parts]
-            ready = self._threads()[1].submit(work, part)
-            for constraint in part:
-                constraint.ready = ready
-        return constraints[others::parts] if not self.ahead else []
 
     def _begin(self, constraint: Constraint, grammar: str, output: Sequence[int]) -> None:
         try:

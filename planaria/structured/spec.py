@@ -63,8 +63,8 @@ def form_of(params: StructuredOutputsParams, place: str) -> OutputForm:
             raise _refusal(
                 own, f"has {len(given)} strings of {length} characters; at most {MAX_CHOICES} of {MAX_GRAMMAR}"
             )
-        if not all(isinstance(text, str) and text for text in given):
-            raise _refusal(own, "must be a list of strings, none empty")
+        if not given or not all(isinstance(text, str) and text for text in given):
+            raise _refusal(own, "must be a list of one string or more, none empty")
         return OutputForm("choice", list(dict.fromkeys(given)))
     if form == "structural_tag":
         return OutputForm("tags", _tags(_decoded(given, own), params, own))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right, insort
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from itertools import accumulate
 
@@ -21,13 +22,17 @@ LEAST = 0.05  # chance of a draft that is thought of
 GAIN = 1.15  # in tokens a second, that drafts must be expected to bring
 HOPELESS = 0.7  # of the best rate: beyond it nothing better is looked for
 MOST_TOKENS = 1 << 10
+FORGOTTEN = 128  # steps after which a number of tokens that wasn't seen again is none that was seen
 
 
 class StepTimes:
-    """Seconds of a step by its number of tokens, from those that were seen."""
+    """Seconds of a step by its number of tokens, from those that were seen lately: what steps took while something else
+    had the processor would else be held against drafts for ever, which then nobody tries again."""
 
     def __init__(self) -> None:
         self._seen: dict[int, float] = {}
+        self._steps: OrderedDict[int, int] = OrderedDict()  # in which each was seen last, the longest ago first
+        self._step = 0
         self._tokens: list[int] = []  # that were seen, in order
         self._seconds: list[float] | None = []  # of them, never less for more tokens; None: to be made
 
@@ -40,6 +45,13 @@ class StepTimes:
         else:
             self._seen[tokens] = min(seconds, 2 * (self.expected(tokens) or seconds))
             insort(self._tokens, tokens)
+        self._step += 1
+        self._steps[tokens] = self._step
+        self._steps.move_to_end(tokens)
+        while self._step - next(iter(self._steps.values())) >= FORGOTTEN:
+            old, _ = self._steps.popitem(last=False)
+            del self._seen[old]
+            self._tokens.remove(old)
         self._seconds = None
 
     def expected(self, tokens: int) -> float:

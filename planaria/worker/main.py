@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from planaria.executor.boot import SPARE, RankBoot
+from planaria.executor.boot import READY, SPARE, RankBoot
 from planaria.executor.link.address import ShmAddress, open_port
 from planaria.executor.link.faults import ConnectionLost, LinkError, RankPort
 from planaria.hosts import child
@@ -28,6 +28,7 @@ from planaria.worker.worker import make_rank
 logger = logging.getLogger("planaria.worker")
 
 PULSE = 1.0  # seconds between signs of life
+LONGEST_LINE = 1000  # characters
 NEXT_EPOCH = 120.0  # seconds that a rank whose epoch is over waits for the next
 ALONE = 10.0  # seconds that one whose driver is out of reach does, and that it gets to end what it is in
 
@@ -70,9 +71,10 @@ class Life:
             elif hasattr(self.worker, "enter"):
                 self.worker.enter(boot)
             if boot.rank == SPARE:
-                set_title("spare")
-                self.worker.prepare()
-                self.say("ready")
+                set_title("spare", **({"weights": boot.config.weights_number} if boot.beside else {}))
+                failed = self.worker.prepare()
+                why = f"{failed.kind} {failed.message}".replace("\n", " ") if failed is not None else READY
+                self.say(why[:LONGEST_LINE])
                 boot = self._boots.get()
                 continue
             limit = NEXT_EPOCH

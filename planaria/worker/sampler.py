@@ -220,7 +220,7 @@ class Sampler:
         self._positions[row] = len(fresh.tokens)
         wants = (params.logprobs, params.prompt_logprobs) != (None, None)
         idle = self._kernels is None and self._loading is None and not self.plain
-        if idle and (wants or state.edits or not params.greedy):
+        if idle and (wants or state.edits or params.grammar or not params.greedy):
             self._loading = threading.Thread(target=self._load_behind, name="sampler-kernels", daemon=True)
             self._loading.start()
 
@@ -266,6 +266,9 @@ class Sampler:
             raw = self._copy(logits, wanted)
         self._edit(logits, {i: states[i].changes() for i in edited})
         refused = self._bind(logits, bound) if bound else {}
+        for i in refused:
+            if not refused[i] and self.constraints is not None:
+                states[i].constraint = self.constraints.late  # its own may be another row's by the next step
         tokens, failed = self._choose(logits, rows, states)
         if bound:
             self._take(bound, tokens, failed, refused)
@@ -320,13 +323,7 @@ class Sampler:
     def _bind(self, logits: Any, bound: list[tuple[int, Constraint]]) -> dict[int, str]:
         """Ban what grammars don't allow, in place. Returns errors by line."""
         assert self.constraints is not None
-        self.constraints.settle([constraint for _, constraint in bound])
-        refused = {}
-        for i, constraint in bound:
-            message = "" if constraint.late else constraint.ban(logits[i])
-            if message or constraint.late:
-                refused[i] = message
-        return refused
+        return self.constraints.bind(bound, logits, None if self._kernels is None else self._kernels.ban)
 
     def _choose(self, logits: Any, rows: list[int], states: list[_Row]) -> tuple[list[int], dict[int, str]]:
         """Tokens and errors, both by line."""
@@ -400,7 +397,7 @@ class _Kernels:
         self._pool = ThreadPoolExecutor(threads - 1, "sampler") if threads > 1 else None
         self._tables = tables
         self._addresses = [table.ctypes.data for table in tables]
-        self.edit = self._library.edit
+        self.edit, self.ban = self._library.edit, self._library.ban
 
     def close(self) -> None:
         if self._pool is not None:

@@ -52,7 +52,10 @@ EXP2_COEFFICIENTS = (
 )  # fmt: skip
 
 BROKEN = "the model gave NaN or infinite logits for this request"
-BANNED = "every token is banned (by bad_words, min_tokens, allowed_token_ids or the model's mask): none to choose"
+BANNED = (
+    "every token is banned (by bad_words, min_tokens, allowed_token_ids, structured_outputs or the model's mask): "
+    "none to choose"
+)
 
 
 def edit(

@@ -42,9 +42,11 @@ class Speculation:
         self.sizes = DraftSizes()
         self.counts: npt.NDArray[np.int32] = np.zeros(rows, np.int32)  # of drafts
         self.drafts: npt.NDArray[np.int32] = np.zeros((rows, most), np.int32)
+        self._having: set[int] = set()  # rows that have drafts
         self._since = self._drafting = 0.0  # when a step began; seconds that the last drafts took
         self._guesses: dict[int, int] = {}  # of rows without drafts: what one would have been
         self._turn = 0  # of rows whose next token is guessed
+        self._looks_up: bool = getattr(drafter, "looks_up", False)
 
     @property
     def width(self) -> int:
@@ -53,6 +55,7 @@ class Speculation:
 
     def enter(self, row: int, fresh: Fresh) -> None:
         self.counts[row] = 0
+        self._having.discard(row)
         self._guesses.pop(row, None)
         if self.drafter is not None:
             self.drafter.enter(row, fresh.tokens, fresh.num_prompt)
@@ -60,22 +63,27 @@ class Speculation:
 
     def leave(self, row: int) -> None:
         self.counts[row] = 0
+        self._having.discard(row)
         if self.drafter is not None:
             self.drafter.leave(row)
             self.sizes.leave(row)
 
     def hear(self, rows: Sequence[int], told: ToldRows) -> None:
         """What the rank that draws says of these rows."""
+        self._having.difference_update(rows)
+        self._having.update(row for row, count in zip(rows, told[:, 2].tolist(), strict=True) if count)
         self.counts[rows] = told[:, 2]
         self.drafts[rows] = told[:, HEAD:]
 
     def taken(self, rows: Rows, room: npt.NDArray[np.int32], *, alone: bool) -> npt.NDArray[np.int32]:
         """How many drafts of each row go into a step. room: positions of its blocks behind its next token. alone: is
         nothing else in the step?"""
-        taken = np.minimum(self.counts[rows], room)
-        if not alone or len(rows) + int(taken.sum()) > self._limit:
-            taken[:] = 0
         self._since = time.perf_counter()
+        taken = np.zeros(len(rows), np.int32)
+        if alone and self._having:  # else nothing is touched: caches hold weights
+            np.minimum(self.counts[rows], room, out=taken)
+            if len(rows) + int(taken.sum()) > self._limit:
+                taken[:] = 0
         return taken
 
     @property
@@ -130,10 +138,15 @@ class Speculation:
                     sizes.checked(row, 1, int(tokens[0] == guess))
                 going.append(row)
         since = time.perf_counter()
-        dealt = sizes.dealt(going, self.most, self._limit - len(rows))
-        guessed = self._guessed([row for row in going if row not in dealt])
-        wanted = dealt | dict.fromkeys(guessed, 1)
-        found = self.drafter.draft(wanted) if wanted or isinstance(self.drafter, SharedDrafter) else {}
+        few = self._looks_up and len(going) <= GUESSES
+        found = self.drafter.draft(dict.fromkeys(going, self.most)) if few else {}
+        dealt: dict[int, int] = {}
+        guessed: list[int] = []
+        if not few or any(found.values()):  # else there is nothing to be dealt: most steps, where nothing is repeated
+            dealt = sizes.dealt(going, self.most, self._limit - len(rows))
+            guessed = self._guessed([row for row in going if row not in dealt])
+        if not few and (dealt or guessed or isinstance(self.drafter, SharedDrafter)):
+            found = self.drafter.draft(dealt | dict.fromkeys(guessed, 1))
         drafts = {row: self._known(found.get(row, ())[:most]) for row, most in dealt.items()}
         self._guesses |= {row: found[row][0] for row in guessed if found.get(row)}
         self._drafting = time.perf_counter() - since
@@ -173,7 +186,7 @@ class Speculation:
     def _guessed(self, rows: Sequence[int]) -> list[int]:
         """Of rows without drafts those, in turn, of which a draft is looked up all the same: whether it would have been
         right tells what drafts are worth now, and costs no place in a step."""
-        if not getattr(self.drafter, "looks_up", False) or not rows:
+        if not self._looks_up or not rows:
             return []
         self._turn += GUESSES
         return [rows[(self._turn + i) % len(rows)] for i in range(min(GUESSES, len(rows)))]

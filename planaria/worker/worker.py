@@ -6,12 +6,13 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from planaria.executor.boot import RankBoot
+from planaria.checkpoint.identity import weights_digest
+from planaria.executor.boot import SPARE, RankBoot
 from planaria.mesh.mesh import Mesh
 from planaria.node import resident_bytes
 from planaria.protocol import (
@@ -21,6 +22,7 @@ from planaria.protocol import (
     Done,
     Exit,
     Facts,
+    Failed,
     FreeMemory,
     Join,
     Load,
@@ -65,6 +67,8 @@ if TYPE_CHECKING:
     from planaria.worker.sampler import Follower, Sampler
 
 logger = logging.getLogger("planaria.worker")
+
+BESIDE = 10  # how nice who prepares weights is to the ranks that compute: a tenth of a core that is wanted
 
 OnSeconds = Callable[[str, float], None]
 
@@ -133,7 +137,6 @@ class Worker:
     def enter(self, boot: RankBoot) -> None:
         """Go on in another epoch, maybe as another rank. What is loaded stays, unless weights are others."""
         if boot.config.weights_number != self.config.weights_number:
-            self.kv.forget(self.model)
             self.unload()
             self.prepared.clear()
         self.boot, self.config, self.rank = boot, boot.config, boot.rank
@@ -146,15 +149,15 @@ class Worker:
         """End what this rank waits for in its groups, or where it meets them. Any thread."""
         self.groups.abort(reason)
 
-    def prepare(self) -> None:
-        """As a spare: load every part that a rank of this layout may have, but where that would be all experts."""
-        self.take_thread()
-        if self.config.parallel.slices(self.layout) > 1:
-            return
-        for part in dict.fromkeys(part_of(self.config, rank, self.layout) for rank in range(self.layout.size)):
-            ops = make_ops(self.config, self.boot.threads)
-            reads = of_any_lane(self.config, self.layout, part, sent=self.boot.experts_sent)
-            self.prepared[part] = ops, read_part(self.config, ops, part, reads, self.progress, self.weights)
+    def prepare(self) -> Failed | None:
+        """As a spare: load every part that a rank of this layout may have, but where that would be all experts. Beside
+        others: their parts of other weights, and say why they can't be had."""
+        if self.boot.beside:
+            os.nice(BESIDE)
+            done = guard(SPARE, "load", lambda: prepare(self, self.boot.beside, sent=True))
+            return done if isinstance(done, Failed) else None
+        prepare(self, range(self.layout.size), sent=self.boot.experts_sent)
+        return None
 
     @property
     def own_part(self) -> Part:
@@ -379,6 +382,21 @@ def held(worker: Worker) -> tuple[tuple[int, tuple[int, ...]], ...]:
     if worker.experts is not None and part == worker.part:
         return worker.experts.held()
     return _experts_of(*worker.prepared[part], worker.take_thread).held()
+
+
+def prepare(worker: Worker, ranks: Iterable[int], *, sent: bool) -> Reply:
+    """Have what of the model these ranks have, but where that would be all experts. sent: these come from others."""
+    config, layout, boot = worker.config, worker.layout, worker.boot
+    worker.take_thread()
+    if config.parallel.slices(layout) > 1:
+        return Ready(worker.rank)
+    for part in dict.fromkeys(part_of(config, rank, layout) for rank in ranks):
+        ops = make_ops(config, boot.threads)
+        reads = of_any_lane(config, layout, part, sent=sent)
+        worker.prepared[part] = ops, read_part(config, ops, part, reads, worker.progress, worker.weights)
+    if boot.beside and (config.cache.keeps_blocks or config.cache.transfer is not None):
+        weights_digest(config.checkpoint["files"])  # which the engine would wait for
+    return Ready(worker.rank)
 
 
 def free(worker: Worker, command: FreeMemory) -> Reply:

@@ -169,7 +169,7 @@ class FakeEngine:
         self.asleep = level is not None and not error
         return {0: Slept("", level, error)}
 
-    async def update_weights(self, path: str, handle: str = "") -> dict[int, WeightsUpdated]:
+    async def update_weights(self, path: str, handle: str = "", *, keep_kv: bool = False) -> dict[int, WeightsUpdated]:
         error = "those are of another model" if len(path + handle) % 2 else ""
         return {0: WeightsUpdated("", 1, error)}
 

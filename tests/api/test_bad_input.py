@@ -122,6 +122,7 @@ TABLE = {
     "no form": (c(structured_outputs={}), 400, "structured_outputs", "none of them"),
     "an unknown form": (c(structured_outputs={"xml": "a"}), 400, "structured_outputs.xml", "unknown"),
     "an empty choice": (c(guided_choice=["a", ""]), 400, "guided_choice", "none empty"),
+    "no choice at all": (c(guided_choice=[]), 400, "guided_choice", "one string or more"),
     "a schema that is no JSON": (c(structured_outputs={"json": "{"}), 400, "structured_outputs", "not valid JSON"),
     "a deep schema": (c(guided_json=NESTED), 400, "guided_json", "guided_json.items.items"),
     "a large grammar": (c(guided_grammar="x" * 140_000), 400, "guided_grammar", "140000 characters"),

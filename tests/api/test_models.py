@@ -6,13 +6,16 @@ import asyncio
 import contextlib
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from planaria import SharedWeights
 from planaria.errors import CapacityError, ModelError
 from planaria.server import models
 from planaria.server.config import ServerConfig
 from planaria.server.front import Front, front_app
 from planaria.server.models import ModelTable, ServedModel
+from planaria.server.residence import Residence
 from planaria.server.serve import run
 from planaria.server.service import Service
 from planaria.wire import Dead
@@ -421,3 +424,11 @@ async def test_stored_responses_are_their_models(tokenizer):
         more = {"input": "More", "max_output_tokens": 4, "previous_response_id": answer["id"]}
         assert (await http.post("/v1/responses", json=more)).json()["model"] == "b"
         assert several.front.idle.is_set()
+
+
+def test_tensors_that_a_model_was_given_are_memory_that_it_keeps():
+    fleet = SimpleNamespace(weights=None, members={}, shared_weights=None)
+    residence = Residence(fleet)
+    assert residence.num_bytes == 0
+    with SharedWeights({"w": np.zeros(1 << 20, np.uint8)}) as fleet.shared_weights:
+        assert 1 << 20 <= residence.num_bytes < 16 << 20

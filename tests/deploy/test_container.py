@@ -85,8 +85,12 @@ def test_it_is_built_and_runs_as_nobody_special(base: str) -> None:
     if extras := os.environ.get("PLANARIA_CONTAINER_EXTRAS"):
         arguments.append(f"EXTRAS={extras}")
     given = [word for argument in arguments for word in ("--build-arg", argument)]
-    built = buildah("bud", "--isolation", "chroot", "--pull=false", *given, "-f", str(FILE), "-t", NAME, ".")
+    how = ["--isolation", "chroot", "--format", "docker", "--pull=false"]
+    built = buildah("bud", *how, *given, "-f", str(FILE), "-t", NAME, ".")
     assert built.returncode == 0, built.stderr[-5000:]
+    assert "127.0.0.1:8000/version" in buildah(
+        "inspect", "--type", "image", "--format", "{{.Docker.Config.Healthcheck}}", NAME
+    ).stdout  # fmt: skip
     working = buildah("from", "--pull-never", NAME).stdout.strip()
     try:
         said = "id -u && planaria --version && planaria serve --help && du -sbx / --exclude=/proc --exclude=/sys"

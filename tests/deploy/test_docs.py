@@ -88,6 +88,17 @@ def test_every_block_says_what_it_is(page: Path) -> None:
     assert not [kind for why, kind, _ in found if why and kind not in COMMANDS]
 
 
+INDENTED = re.compile(r"(?:^    .*\n)+", re.MULTILINE)
+TYPED = re.compile(r"^    (?:\S*\$ +)?(?:planaria|curl|pip|python|podman|kubectl|helm|ray)\b", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_block_of_commands_is_overlooked(page: Path) -> None:
+    """What is only indented is run by nobody: tests, benchmarks and what belongs to them check something themselves."""
+    blocks = INDENTED.findall(BLOCK.sub("", page.read_text()))
+    assert not [b for b in blocks if TYPED.search(b) and not re.search("pytest|-m (?:benchmarks|tests)", b)]
+
+
 def session(page: Path) -> str:
     """A page's blocks as one script: those of the shell as they stand, Python's given to Python."""
     script = ["set -m -e -o pipefail"]
@@ -158,9 +169,13 @@ SAID = {  # among other things
         "dimensions 64: the model wasn't trained for shorter vectors",
     ),
     "anthropic.md": ("message ",),
+    "fleet.md": ("committed",),
     "kv-tier.md": ("--kv-tier", "--kv-offloading-size"),
     "kv-transfer.md": ('"prefill"', '"decode"'),
+    "operate.md": ('"is_sleeping":true', "idempotent-replayed: true"),
     "parallel.md": ("[",),
+    "responses.md": ("response.",),
+    "several-models.md": ('"A"', '"B"'),
     "speculation.md": ("three",),
     "structured-output.md": ('"name"', '"age"'),
 }  # fmt: skip
@@ -249,7 +264,7 @@ def transcripts(page: str) -> list[tuple[str, str]]:
 
 
 @needs_smollm2
-@pytest.mark.parametrize("page", ["placement.md", "parallel.md"])
+@pytest.mark.parametrize("page", ["models.md", "placement.md", "parallel.md"])
 def test_what_commands_print_is_what_pages_say(page: str, tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}", "PLANARIA_RAY_ADDRESS": "local"}
     for command, output in transcripts(page):

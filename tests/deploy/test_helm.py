@@ -51,6 +51,13 @@ def test_helm_says_the_same(values: dict[str, Any], tmp_path: Path) -> None:
     assert sorted((d for d in yaml.safe_load_all(said) if d), key=key) == sorted(render(CHART, values), key=key)
 
 
+@pytest.mark.skipif(shutil.which("helm") is None, reason="no helm here")
+def test_helm_names_what_is_missing() -> None:
+    for values, what in (([], "model is needed"), (["--set", "model=a,nodes=2"], "secrets.nodes is needed")):
+        done = subprocess.run(["helm", "template", "r", str(CHART), *values], capture_output=True, text=True)
+        assert done.returncode and what in done.stderr
+
+
 def options_of_serve() -> set[str]:
     from typer.main import get_command
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import planaria
 from tests.proc.servers import needs_smollm2
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +38,13 @@ def test_all_of_the_package_and_nothing_else_is_in_the_wheel(wheel: Path) -> Non
     listed = subprocess.run(["git", "ls-files", "planaria"], cwd=ROOT, capture_output=True, text=True)
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name for name in names if not name.startswith("planaria-")} == set(listed.stdout.split())
+
+
+def test_a_tag_is_a_version() -> None:
+    """Where this commit has one, and CHANGELOG.md says what is in it."""
+    tags = subprocess.run(["git", "tag", "--points-at", "HEAD", "v*"], cwd=ROOT, capture_output=True, text=True)
+    assert tags.stdout.split() in ([], [f"v{planaria.__version__}"])
+    assert f"\n## {planaria.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_the_sdist_is_small(built: Path) -> None:

@@ -15,7 +15,9 @@ import pytest
 
 from planaria import LLM, AsyncLLM, SamplingParams
 from planaria.errors import ConfigError, ModelError, UserError
+from planaria.executor import new_weights
 from tests.model import checkpoints
+from tests.proc.servers import wait_until
 
 OPTIONS = {
     "dtype": "float32",
@@ -105,9 +107,11 @@ def test_where_they_cannot_be_had_those_of_before_stay(
         assert tokens(llm) == told[1]
 
 
-def test_streams_go_on_with_them(folders: list[str], told: list[list[int]]) -> None:
-    """Tokens that were told stay; the next ones are what the new weights say after them."""
-    engine, go = AsyncLLM(folders[0], **OPTIONS), threading.Event()
+@pytest.mark.parametrize(("kept", "ranks"), [(False, 1), (True, 1), (True, 2)])
+def test_streams_go_on_with_them(folders: list[str], told: list[list[int]], kept: bool, ranks: int) -> None:
+    """Tokens that were told stay; the next ones are what the new weights say after them. kept: from KV of both, which
+    nobody else finds."""
+    engine, go = AsyncLLM(folders[0], **OPTIONS, tensor_parallel_size=ranks), threading.Event()
     core = engine._loop.core
     assert core is not None
     plan = core.plan
@@ -119,7 +123,7 @@ def test_streams_go_on_with_them(folders: list[str], told: list[list[int]]) -> N
 
     core.plan = no_further  # type: ignore[method-assign]
 
-    versions = list[int]()
+    versions, rest = list[int](), list[int]()
 
     async def main() -> tuple[list[int], int]:
         stream, found = aiter(engine.generate(PROMPT, GREEDY)), list[int]()
@@ -127,13 +131,19 @@ def test_streams_go_on_with_them(folders: list[str], told: list[list[int]]) -> N
             piece = await anext(stream)
             found += piece.token_ids
             versions.extend([piece.weights_version] * len(piece.token_ids))
-        await engine.update_weights(folders[1])
+        replayed = core.replayed_tokens
+        await engine.update_weights(folders[1], keep_kv=kept)
+        assert (core.replayed_tokens == replayed) == kept
         go.set()
         async for piece in stream:
             found += piece.token_ids
             versions.extend([piece.weights_version] * len(piece.token_ids))
         with pytest.raises(ModelError):
             await engine.update_weights("/nowhere/at/all")
+        again = [token async for piece in engine.generate(PROMPT, GREEDY) for token in piece.token_ids]
+        assert again == told[1]
+        after = PROMPT + found[:-1]  # whose KV is there
+        rest.extend([token async for piece in engine.generate(after, GREEDY) for token in piece.token_ids])
         return found, engine.weights_version
 
     try:
@@ -143,10 +153,88 @@ def test_streams_go_on_with_them(folders: list[str], told: list[list[int]]) -> N
     changed = versions.index(1)
     assert changed >= 4 and versions == [0] * changed + [1] * (len(found) - changed)
     assert version == 1 and len(found) == GREEDY.max_tokens and found[:4] == told[0][:4]
-    same = next(i for i in range(len(found) + 1) if found[:i] != told[0][:i]) - 1
     with LLM(folders[1], **OPTIONS) as llm:
-        rest = SamplingParams(temperature=0, max_tokens=len(found) - same, ignore_eos=True)
-        assert llm.generate([PROMPT + found[:same]], rest)[0].outputs[0].token_ids == found[same:]
+        assert llm.generate([PROMPT + found[:-1]], GREEDY)[0].outputs[0].token_ids == rest
+        if not kept:
+            same = next(i for i in range(len(found) + 1) if found[:i] != told[0][:i]) - 1
+            params = SamplingParams(temperature=0, max_tokens=len(found) - same, ignore_eos=True)
+            assert llm.generate([PROMPT + found[:same]], params)[0].outputs[0].token_ids == found[same:]
+
+
+class Preparing:
+    """A process that prepares weights, and says what a test wants."""
+
+    said = ended = ""
+
+    def kill(self) -> None:
+        self.ended = "was killed"
+
+
+@pytest.mark.parametrize("says", ["ready", "model these are no weights", ""])
+def test_steps_go_on_while_they_are_prepared(
+    folders: list[str], told: list[list[int]], monkeypatch: pytest.MonkeyPatch, says: str
+) -> None:
+    """What is wrong with them is known with nothing changed; where who prepares them ends, ranks read them."""
+    engine, child = AsyncLLM(folders[0], **OPTIONS), Preparing()
+    begun, loops = asyncio.Event(), list[asyncio.AbstractEventLoop]()
+
+    def beside(gang: Any, config: Any) -> list[Preparing]:
+        loops[0].call_soon_threadsafe(begun.set)
+        return [child]
+
+    monkeypatch.setattr(new_weights, "beside", beside)
+
+    async def main() -> list[int]:
+        loops.append(asyncio.get_running_loop())
+        update = asyncio.create_task(engine.update_weights(folders[1]))
+        await begun.wait()
+        async for piece in engine.generate(PROMPT, GREEDY):
+            last = piece
+        assert last.weights_version == 0 and not update.done(), "all of it came meanwhile"
+        with pytest.raises(UserError, match="others are on their way"):
+            await engine.update_weights(folders[1])
+        epoch = engine._loop.gang.epoch
+        child.said, child.ended = says, "" if says else "was killed by signal 9"
+        engine._loop._on_exit()
+        if says.startswith("model"):
+            with pytest.raises(UserError, match="these are no weights"):
+                await update
+            assert engine._loop.gang.epoch == epoch and engine.weights_version == 0
+        else:
+            await update
+            assert engine.weights_version == 1
+        assert child.ended, "nobody prepares anything any more"
+        return [token async for piece in engine.generate(PROMPT, GREEDY) for token in piece.token_ids]
+
+    try:
+        assert asyncio.run(asyncio.wait_for(main(), 60)) == told[0 if says.startswith("model") else 1]
+    finally:
+        engine.close()
+
+
+def test_where_there_is_no_room_for_both_it_is_said(
+    folders: list[str], told: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(folders[0], **OPTIONS) as llm:
+        monkeypatch.setattr(new_weights, "available_memory", lambda: 1000)
+        asked = llm._weights(folders[1], beside=True)
+        assert "have no room beside those in force" in llm._ask(asked, llm._loop.handle).result().error
+        assert llm.weights_version == 0 and tokens(llm) == told[0]
+
+
+def test_those_of_before_are_given_back(folders: list[str]) -> None:
+    """Also by ranks in reserve."""
+    with LLM(folders[0], **OPTIONS, tensor_parallel_size=2, spare_workers=1) as llm:
+        memory, _ = llm._loop.gang.owns
+        wait_until("the spare is ready", lambda: all(spare.said for spare in llm._loop.gang.launcher.pool.spares))
+        before = os.fstat(memory.fileno()).st_blocks
+        llm.update_weights(folders[1])
+
+        def given_back() -> bool:
+            memory.tidy()
+            return os.fstat(memory.fileno()).st_blocks <= before
+
+        wait_until("they are", given_back)
 
 
 def test_a_rank_that_is_lost_before_it_is_an_answer(folders: list[str], told: list[list[int]]) -> None:

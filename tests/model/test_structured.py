@@ -23,12 +23,15 @@ from llguidance import LLMatcher
 from benchmarks.schemas import FEATURES, drawn
 from planaria import LLM, SamplingParams, StructuredOutputsParams
 from planaria.errors import RequestError
+from planaria.kernels import sampling_library
+from planaria.protocol import Fresh
 from planaria.structured import check as check_module
 from planaria.structured import constraint
 from planaria.structured.check import GrammarCheck, Vocabulary
 from planaria.structured.constraint import Constraint, Constraints
 from planaria.structured.spec import form_of
 from planaria.structured.vocabulary import make_vocabulary
+from planaria.worker.sampler import Sampler
 from tests.model import checkpoints
 
 SCHEMA: dict[str, Any] = {
@@ -179,6 +182,7 @@ def test_what_a_row_may_draw_is_what_the_grammar_allows(
 ) -> None:
     """At every token, whoever looks and however many rows there are; and the same from the midst of an output."""
     monkeypatch.setattr(constraint, "PATIENCE", 60.0)
+    kernel = sampling_library.load().ban if kind != "ahead" else None
     last = checkpoints.write_tokenizer(tmp_path) - 1
     tokens = make_vocabulary((tmp_path / "tokenizer.json").read_text(), size, last)
     grammar = LLMatcher.grammar_from_regex(r"[^x]{2,5}(ab|cd)*")
@@ -193,10 +197,10 @@ def test_what_a_row_may_draw_is_what_the_grammar_allows(
     for _ in range(9):
         allowed = np.frombuffer(matcher.compute_logit_bias(), np.uint8)[:size] > 0
         resumed = [enter(False), enter(True)]
-        constraints.settle([*rows, *resumed])
-        for i, row in enumerate([*rows, *resumed]):
-            line = np.zeros(size, np.float32)
-            assert row.ban(line) == ""
+        lines = [*rows, *resumed]
+        logits = np.zeros((len(lines), size), np.float32)
+        assert constraints.bind(list(enumerate(lines)), logits, kernel) == {}
+        for i, line in enumerate(logits):
             expected = allowed.copy()
             expected[last] &= not i % 2
             assert ((line == 0) == expected).all()
@@ -206,9 +210,9 @@ def test_what_a_row_may_draw_is_what_the_grammar_allows(
         output.append(token)
         constraints.take([(row, token) for row in rows])
     constraints.take([(row, last) for row in rows])
-    constraints.settle(rows)
-    line = np.zeros(size, np.float32)
-    assert rows[0].ban(line) == "" and not line.any()  # it has ended: what is still drawn is nobody's
+    logits = np.zeros((len(rows), size), np.float32)
+    assert constraints.bind(list(enumerate(rows)), logits, kernel) == {}
+    assert not logits.any()  # it has ended: what is still drawn is nobody's
     constraints.close()
 
 
@@ -236,6 +240,43 @@ def test_nobody_waits_for_a_grammar(monkeypatch: pytest.MonkeyPatch, llm: LLM, t
     found = llm.generate([PROMPT] * 2, [bound, free], on_tokens=on_tokens)
     assert [o.outputs[0].token_ids for o in found] == expected
     assert len(steps) >= 20 and len(entered) == 1  # what was begun for it went on
+
+
+def test_what_was_begun_for_a_late_row_is_one_other_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another request with the same grammar may enter before the late one does, which still is in steps that were
+    planned: what these draw for it is nobody's."""
+    monkeypatch.setattr(constraint, "PATIENCE", 0.0)
+    last = checkpoints.write_tokenizer(tmp_path) - 1
+    tokens = make_vocabulary((tmp_path / "tokenizer.json").read_text(), last + 1, last)
+    constraints, compiled = Constraints(last + 1, lambda eos_id: tokens), threading.Event()
+    begin = Constraints._begin
+
+    def wait(self: Constraints, *what: Any) -> None:
+        assert compiled.wait(60)
+        begin(self, *what)
+
+    monkeypatch.setattr(Constraints, "_begin", wait)
+    sampler = Sampler(2, last + 1, plain=True, constraints=constraints)
+    params = SamplingParams(temperature=0, grammar=LLMatcher.grammar_from_regex("abc"))
+
+    def drawn(*rows: int) -> tuple[str, set[int]]:
+        found, _, errors = sampler.sample(np.zeros((len(rows), last + 1), np.float32), list(rows))
+        return "".join(tokens.decode_str([t]) for r, t in zip(rows, found, strict=True) if r not in errors), set(errors)
+
+    sampler.enter(0, Fresh(array("i", [1]), 1, params, 0, (last,)))
+    assert drawn(0) == ("", {0})
+    sampler.enter(1, Fresh(array("i", [1]), 1, params, 0, (last,)))
+    compiled.set()
+    one = sampler._rows[1].constraint
+    assert one is not None and one.ready is not None
+    one.ready.result()
+    text, late = "", set[int]()
+    while len(text) < 3:
+        more, late = drawn(0, 1)
+        text += more
+        assert late == {0}
+    assert text == "abc"
+    sampler.close()
 
 
 def test_a_grammar_that_takes_too_long_ends_its_row(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
@@ -313,7 +354,7 @@ def test_who_compiles_grammars_is_killed(tmp_path: Path, monkeypatch: pytest.Mon
     third = StructuredOutputsParams(json={"const": 1, "title": "more than a pipe has room for" * 4000})
     assert check.grammar(first, "structured_outputs")
     before = check._process
-    assert before is not None
+    assert before is not None and os.getpriority(os.PRIO_PROCESS, before.pid) >= check_module.NICE
     before.kill()
     before.wait()
     assert check.grammar(second, "structured_outputs") and check._process is not before

@@ -77,6 +77,7 @@ def test_ranks_charts_and_faults_are_seen(tmp_path: Path) -> None:
     assert sorted(re.findall(r'data-rank="(\d)"', shown)) == ["0", "0", "1", "1"]
     assert "epoch 0" in shown and "epoch 1" in shown and ">serving<" in shown
     assert "rank 1 failed in idle" in shown and "its process was killed by signal 9" in shown
+    assert 'data-head="cause"' in shown, "a phone says it beside each cell"
     for chart in ("generated", "prompt", "states", "first", "between", "queued", "kv"):
         drawn = re.search(rf'id="{chart}".*?<svg class="main-svg".*?class="js-line".*? d="M([^"]+)"', page, re.DOTALL)
         assert drawn and len(drawn[1].split("L")) > 1, f"nothing is drawn in {chart}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -13,17 +14,20 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from planaria import LLM, SamplingParams
+from planaria import LLM, AsyncLLM, SamplingParams
 from planaria.config.options import ParallelConfig
 from planaria.config.secret import deployment_secret
 from planaria.errors import CapacityError, ConfigError, EngineDead, RanksDiffer
+from planaria.executor import new_weights
 from planaria.executor.launcher.nodes import NodesLauncher, placement_of
 from planaria.executor.node_messages import Here
 from planaria.topology import Layout
+from tests.model import checkpoints
 from tests.proc import networks
 from tests.proc.servers import PATIENCE, SOON, TINY, alive, needs_smollm2, planaria, wait_until
 from tests.proc.sockets import free_port
@@ -220,6 +224,39 @@ def test_a_rank_of_any_node_is_replaced(small: Path, one_process: list[object], 
             core = llm._loop.core
             assert core is not None and core.replayed_tokens == 0, "each node keeps what its ranks had computed"
             assert [parts(pid) for pid in after] == weights and all(weights), "and weights"
+        assert other.wait() == 0, other.text()
+
+
+def test_other_weights_are_those_of_all_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each node prepares its ranks' part; who comes later there has them, too."""
+    folders = [str(checkpoints.write_checkpoint(tmp_path / f"{seed}", "llama", seed)) for seed in (1, 2)]
+    options = {"kv_cache_memory": "8MiB", "max_model_len": 256, "dtype": "float32", "skip_tokenizer_init": True}
+    greedy, prompt = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), list(range(40))
+    with LLM(folders[1], **options) as llm:
+        expected = llm.generate([prompt], greedy)[0].outputs[0].token_ids
+    port, prepare, children = free_port(), new_weights.beside, list[Any]()
+
+    def beside(*asked: Any) -> Any:
+        children.extend(prepare(*asked))
+        return children
+
+    monkeypatch.setattr(new_weights, "beside", beside)
+    words = ["serve", folders[0], *TINY, "-pp", "2", "--nnodes", "2", "--master-port", str(port), "--node-rank", "1"]
+    words[words.index("1024")] = "256"
+
+    async def main() -> list[list[int]]:
+        engine, found = AsyncLLM(folders[0], pipeline_parallel_size=2, nnodes=2, master_port=port, **options), []
+        await engine.update_weights(folders[1])
+        assert [child.said for child in children] == ["ready", "ready"]
+        for again in (False, True):
+            if again:
+                os.kill(engine._loop.gang.members[1].pid, signal.SIGKILL)
+            found.append([token async for piece in engine.generate(prompt, greedy) for token in piece.token_ids])
+        engine.close()
+        return found
+
+    with Command(*words) as other:
+        assert asyncio.run(asyncio.wait_for(main(), PATIENCE)) == [expected, expected]
         assert other.wait() == 0, other.text()
 
 

@@ -115,6 +115,9 @@ def test_the_admin_key_is_needed_where_there_is_one() -> None:
         run = planaria("ps", "--port", port_of(server), env={"PLANARIA_ADMIN_KEY": "sesame"})
         assert run.returncode == 0 and "engine" in run.stdout
         assert "sesame" not in "".join(server.log)
+    with Server("smollm2", "--null-worker", "--api-key", "sesame") as server:
+        run = planaria("ps", "--port", port_of(server), "--admin-key", "sesame")
+        assert run.returncode == 1 and "has no admin key" in run.stderr and "start it with --admin-key" in run.stderr
 
 
 def test_no_server(monkeypatch: pytest.MonkeyPatch) -> None:

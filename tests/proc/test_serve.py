@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import fcntl
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -13,7 +17,21 @@ import httpx2
 import openai
 import pytest
 
-from tests.proc.servers import PATIENCE, PATIENT, SMALL, SOON, TINY, Server, alive, needs_smollm2, planaria, wait_until
+from planaria.logs import PIPE
+from tests.proc.servers import (
+    PATIENCE,
+    PATIENT,
+    SMALL,
+    SOON,
+    START_LIMIT,
+    TINY,
+    Server,
+    alive,
+    needs_smollm2,
+    planaria,
+    wait_until,
+)
+from tests.proc.sockets import free_port
 from tests.proc.test_engine_death import HASH, counting
 
 pytestmark = needs_smollm2
@@ -236,3 +254,37 @@ def test_every_line_of_the_log_is_for_machines() -> None:
     assert [(line["param"], line["error"]) for line in lines if line.get("status") == 400] == [("n", error["message"])]
     refused = planaria("serve", "smollm2", "--port", "70000", env={"PLANARIA_LOG_FORMAT": "json"})
     assert refused.returncode == 2 and "--port 70000" in json.loads(refused.stderr)["message"]
+
+
+def test_a_log_that_nobody_reads_stops_nobody(small: Path) -> None:
+    """From before the first line on, of the server, its engine and its ranks."""
+    hear, say = os.pipe()
+    fcntl.fcntl(say, fcntl.F_SETPIPE_SZ, PIPE)
+    os.set_blocking(say, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(say, bytes(1 << 12))
+    os.set_blocking(say, True)
+    port = free_port()
+    command = [sys.executable, "-m", "planaria", "serve", str(small), *TINY, "-tp", "2", "-v", "--port", str(port)]
+    server = subprocess.Popen(command, stdout=say, stderr=say)
+    os.close(say)
+
+    def answers() -> bool:
+        assert server.poll() is None
+        with contextlib.suppress(httpx2.TransportError):
+            return httpx2.get(f"http://127.0.0.1:{port}/health").status_code == 200
+        return False
+
+    try:
+        wait_until("it serves", answers, START_LIMIT)
+        asked = {"model": small.name, "prompt": [1, 2, 3], "max_tokens": 20, "ignore_eos": True}
+        for _ in range(3):
+            answer = httpx2.post(f"http://127.0.0.1:{port}/v1/completions", json=asked, timeout=PATIENCE)
+            assert answer.json()["usage"]["completion_tokens"] == 20
+        server.terminate()
+        assert server.wait(PATIENCE) == 0
+    finally:
+        server.kill()
+        server.wait()
+        os.close(hear)

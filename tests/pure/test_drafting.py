@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from planaria.config.speculative import speculative_config
 from planaria.core.stats import DraftStats
 from planaria.errors import ConfigError
-from planaria.worker.draft_sizes import LOOK_AGAIN, DraftSizes, StepTimes
+from planaria.worker.draft_sizes import FIRST_GUESS, FORGOTTEN, LOOK_AGAIN, DraftSizes, StepTimes
 from planaria.worker.drafting import KEPT, Drafter, PromptLookup, SuffixLookup
 
 
@@ -98,6 +98,21 @@ def test_more_tokens_never_seem_to_take_less(seen: list[tuple[int, float]], toke
     for number, seconds in seen:
         times.saw(number, seconds)
     assert 0 <= times.expected(1) <= times.expected(tokens) <= times.expected(tokens + 1)
+
+
+def test_what_steps_took_on_a_busy_machine_is_forgotten() -> None:
+    """Else a row that drafted before never would again: who has no drafts sees no such steps."""
+    made = sizes(0.05, 8, 8)
+    assert made.dealt([0], 8, 100) == {0: 8}
+    for _ in range(40):
+        made.times.saw(9, 20.0)  # something else has the processor
+        made.times.saw(2, 20.0)
+    assert made.dealt([0], 8, 100) == {}
+    for _ in range(FORGOTTEN):
+        made.times.saw(1, 1.0)
+        made.checked(0, 1, 1)  # a guess that was looked up, and right
+    assert made.dealt([0], 8, 100) == {0: 8}
+    assert made.times.expected(9) == pytest.approx(1 + 8 * FIRST_GUESS, rel=0.01)
 
 
 def sizes(cost: float, right: int, drafted: int, rows: int = 1) -> DraftSizes:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
+import pty
+import re
+import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
 
 from planaria.errors import ConfigError
-from planaria.logs import as_json, current_level, held, setup_logging
+from planaria.logs import _Outlet, as_json, current_level, held, setup_logging, wait_for_no_reader
+from planaria.node import readable
 from planaria.types import SamplingParams
 
 
@@ -102,3 +107,56 @@ def test_chat_keeps_its_answer_whole(capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
     chat._converse(chat.local(llm, SamplingParams()), [])
     assert not inside and capsys.readouterr().err.count("rank 1 failed") == 2
+
+
+def sockets() -> tuple[int, int]:
+    """As a service manager's."""
+    hear, say = socket.socketpair()
+    return hear.detach(), say.detach()
+
+
+@pytest.mark.parametrize("ends", [os.pipe, sockets, pty.openpty])
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_nobody_waits_for_who_does_not_read(
+    ends: Callable[[], tuple[int, int]], form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each line comes whole, or is counted where it is missing."""
+    hear, say = ends()
+    setup_logging("info", form)
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(_Outlet(say), line_buffering=True))  # type: ignore[type-var]
+    logger, said, heard = logging.getLogger("planaria.server"), 20_000, b""
+    for _ in range(said):
+        logger.info("a line %s.", "x" * 100)
+    assert os.get_blocking(say), "it is others' as well"
+    while b"the end" not in heard[-100:]:
+        logger.info("the end")
+        said += 1
+        while readable(hear, 0.1):
+            heard += os.read(hear, 1 << 16)
+    lines = heard.decode().splitlines()
+    whole = [line for line in lines if re.search(r"a line x{100}\.|the end", line)]
+    missing = [int(found[1]) for line in lines if (found := re.search(r"(\d+) lines are missing here", line))]
+    assert len(whole) + len(missing) == len(lines) and sum(missing) > 1000
+    assert len(whole) + sum(missing) == said
+    assert form == "text" or {json.loads(line)["level"] for line in lines} == {"info", "warning"}
+
+
+def test_a_library_still_has_room() -> None:
+    _hear, say = os.pipe()
+    outlet = _Outlet(say)
+    for _ in range(20_000):
+        outlet.write(b"x" * 99 + b"\n")
+    os.write(say, bytes(100_000))
+
+
+def test_who_stops_reading_is_no_failure() -> None:
+    hear, say = os.pipe()
+    outlet = _Outlet(say)
+    os.close(hear)
+    assert outlet.write(b"a line\n") == 7
+
+
+def test_what_is_captured_stays_so(capsys: pytest.CaptureFixture[str]) -> None:
+    before = sys.stdout, sys.stderr
+    wait_for_no_reader()
+    assert (sys.stdout, sys.stderr) == before

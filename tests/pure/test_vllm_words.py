@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import typer
 
@@ -27,7 +28,7 @@ from planaria.config.vllm_words import (
     ours,
     variables,
 )
-from planaria.errors import ConfigError, ModelError, UserError
+from planaria.errors import ConfigError, ModelError, RequestError, UserError
 from planaria.server.config import ServerConfig
 from planaria.types import SamplingParams
 from tests.model.vllm_words import LINES
@@ -133,6 +134,21 @@ def translation(command: str = "serve") -> Translation:
 
 def test_the_page_is_that_of_the_tables() -> None:
     assert PAGE.read_text() == page(), WRITE
+
+
+def test_a_model_is_no_name_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("B", "c"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "B/config.json").write_text("{}")
+    (tmp_path / "b.gguf").write_bytes(b"")
+    for word in ("smollm2", "B", "b.gguf"):
+        with pytest.raises(UserError, match=f"{word} comes after --served-model-name.*before options"):
+            translation().of(["A", "--served-model-name", "x", word])
+        assert translation().of(["A", word, "--served-model-name", "x"])[:2] == ["A", word]
+        assert translation().of([word, "--served-model-name", "x", word])[-1] == word, "its own"
+        assert translation().of(["A", f"--served-model-name={word}"])[-1] == word
+    assert translation().of(["A", "--served-model-name", "x", "c"])[-1] == "c"
 
 
 @pytest.mark.parametrize(("typed", "here", "note"), TYPED, ids=lambda value: str(value)[:40])
@@ -247,6 +263,21 @@ def test_defaults_come_from_the_model_or_a_folder_or_nowhere(tmp_path: Path) -> 
 def test_values_that_cant_be(value: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match=r"generation_config\.json: .*--generation-config vllm"):
         sampling_defaults(value)
+
+
+SAMPLING = """n best_of presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed stop
+    stop_token_ids bad_words ignore_eos max_tokens min_tokens logprobs prompt_logprobs flat_logprobs detokenize
+    skip_special_tokens spaces_between_special_tokens include_stop_str_in_output truncate_prompt_tokens output_kind
+    structured_outputs guided_decoding logit_bias allowed_token_ids extra_args logits_processors
+    skip_reading_prefix_cache thinking_token_budget"""
+
+
+def test_none_is_the_default_of_each_of_vllms_fields() -> None:
+    params = SamplingParams(**dict.fromkeys(SAMPLING.split()))  # type: ignore[arg-type]
+    assert msgspec.structs.replace(params, max_tokens=16) == SamplingParams()
+    params.verify()
+    with pytest.raises(RequestError, match="output_kind is not supported yet"):
+        SamplingParams(output_kind=1).verify()
 
 
 def test_parameters_that_are_none_or_lists_as_vllm_takes_them() -> None:

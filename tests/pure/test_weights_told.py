@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from types import SimpleNamespace
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,8 +13,9 @@ from planaria.engine_port import _Steps
 from planaria.server.common import versions_of
 from planaria.server.kept import Kept
 from planaria.server.records import Outcome, PieceRecord, frame, scan, version_runs
-from planaria.server.response_shapes import response_of
+from planaria.server.response_shapes import event_bytes, num_events, response_of
 from planaria.server.stream import Piece, Stream
+from planaria.server.wishes import EngineWishes
 from planaria.types import Delta, FinishReason, SamplingParams
 from planaria.wire import EngineStats, Output, Submit
 from tests.pure.test_kept import head
@@ -75,5 +80,19 @@ def test_what_is_kept_of_a_response_says_it(versions: list[int]) -> None:
     for data in (written, kept.file()):
         again = Kept.of(scan(data)[0])
         assert again is not None and response_of(again) == response_of(kept)
+        events = [json.loads(event_bytes(again, n).split(b"data: ")[1]) for n in range(num_events(again))]
+        pieces = [event for event in events if event["type"].endswith(".delta")]
+        assert [piece.get("weights_version", 0) for piece in pieces] == versions
     told = response_of(kept).get("weights_versions", [(0, 0)])
     assert spread(told, 2 * len(versions)) == [number for number in versions for _ in range(2)]
+
+
+def test_an_engine_that_comes_up_with_others_computes_nothing_with_them() -> None:
+    """Whoever asked for these was told that they are in force."""
+    sent = list[Any]()
+    engine: Any = SimpleNamespace(asleep=None, send=sent.append)
+    config: Any = SimpleNamespace(weights_number=1, checkpoint={})
+    facts: Any = SimpleNamespace(weights_number=0)
+    EngineWishes(engine).came_up(facts, config)
+    (asked,) = sent
+    assert asked.number == 1 and not asked.beside

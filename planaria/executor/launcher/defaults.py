@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from planaria.errors import CapacityError
 from planaria.executor.boot import RankBoot
-from planaria.hosts.host import Place
+from planaria.hosts.host import Child, Place
 from planaria.topology import Layout
 
 
@@ -36,6 +36,11 @@ class Defaults:
 
     def spare_pids(self) -> list[int]:
         return []
+
+    def beside(self, boots: Sequence[RankBoot]) -> Sequence[Child]:
+        return ()
+
+    def tell_spares(self, boot: RankBoot) -> None: ...
 
     def settle(self, ranks: Sequence[int]) -> None: ...
 

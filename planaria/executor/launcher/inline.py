@@ -6,10 +6,14 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
+
 from planaria.config.machine import usable_cores
-from planaria.executor.boot import RankBoot
+from planaria.config.system import no_processes
+from planaria.executor.boot import SPARE, RankBoot
 from planaria.executor.launcher.defaults import Defaults
-from planaria.hosts.host import Place
+from planaria.hosts.host import Child, Place, Program
+from planaria.hosts.local import HERE, LocalHost
 from planaria.node import home, node_name
 from planaria.protocol import Command, Reply
 from planaria.topology import Infeasible, Layout
@@ -24,16 +28,17 @@ class Handler(Protocol):
 
 
 class InlineLauncher(Defaults):
-    """Makes rank 0 by calling `factory`; `ranks` has it from `run` on."""
+    """Makes rank 0 by calling `factory`; `ranks` has it from `run` on. module: that a rank's process would run."""
 
     name = "uni"
     link, uses_ray, replaces = "direct", False, True
 
-    def __init__(self, factory: Callable[[RankBoot], Handler]) -> None:
+    def __init__(self, factory: Callable[[RankBoot], Handler], module: str = "") -> None:
         super().__init__()
-        self.factory = factory
+        self.factory, self.module = factory, module
         self.ranks: list[Handler] = []
         self._number = 0  # of the weights
+        self._others: list[Child] = []
 
     def start(self) -> list[Place]:
         return [Place(0, home(), node_name(), pid=os.getpid(), cores=usable_cores())]
@@ -54,3 +59,25 @@ class InlineLauncher(Defaults):
         if ranks:
             self.ranks.clear()
         return self.start()
+
+    def beside(self, boots: Sequence[RankBoot]) -> Sequence[Child]:
+        """See Launcher."""
+        if not self.module or no_processes():
+            return ()
+        host = LocalHost()
+        self._others = [host.spawn((HERE, 0), Program(self.module), None, self._wake) for _ in boots]
+        for child, boot in zip(self._others, boots, strict=True):
+            place = msgspec.structs.replace(child.place, rank=SPARE)
+            child.tell(msgspec.structs.replace(boot, place=place).encode())
+        return self._others
+
+    def _wake(self, child: Child) -> None:
+        if child in self._others:
+            self.on_exit()
+
+    def close(self) -> None:
+        others, self._others = self._others, []
+        for child in others:
+            child.kill()
+
+    kill = close

@@ -96,6 +96,22 @@ class PoolLauncher:
         """Of this node."""
         return [spare.place.pid for spare in self.pool.spares if spare.place.home == home()]
 
+    def beside(self, boots: Sequence[RankBoot]) -> Sequence[Child]:
+        """See Launcher."""
+        of: dict[str, list[RankBoot]] = {}
+        for boot in boots:
+            of.setdefault(self.pool.ranks[boot.rank].slot[0], []).append(boot)
+        found = [self.pool.beside(node, self._wake) for node in of]
+        for child, (first, *rest) in zip(found, of.values(), strict=True):
+            beside = first.beside + tuple(boot.rank for boot in rest)
+            child.tell(self._reserve(msgspec.structs.replace(first, beside=beside))(child.place))
+        return found
+
+    def tell_spares(self, boot: RankBoot) -> None:
+        told = self._reserve(boot)
+        for spare in self.pool.spares:
+            spare.tell(told(spare.place))
+
     def settle(self, ranks: Sequence[int]) -> None:
         self.host.await_ends([self.pool.ranks[rank] for rank in ranks if rank in self.pool.ranks], SETTLE)
 
@@ -118,6 +134,10 @@ class PoolLauncher:
         self.closing()
         self.pool.kill()
         self.close()
+
+    def _wake(self, child: Child) -> None:
+        if not self._closing:
+            self.on_exit()
 
     def _news(self, child: Child) -> None:
         if child.ended and not self._closing:
