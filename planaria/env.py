@@ -6,12 +6,15 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from planaria.errors import ConfigError
-from planaria.topology.outer import OuterLauncher
-from planaria.topology.platforms import Platform
+
+if TYPE_CHECKING:
+    from planaria.topology.outer import OuterLauncher
+    from planaria.topology.platforms import Platform
 
 
 def cache_dir() -> Path:
@@ -85,6 +88,8 @@ def outer_launcher() -> OuterLauncher | None:
 
     None without $RANK. Raises ConfigError for one that is not a number.
     """
+    from planaria.topology.outer import OuterLauncher
+
     rank, world_size = _number("RANK", 0), _number("WORLD_SIZE", 1)
     if rank is None:
         return None
@@ -112,6 +117,8 @@ class SpmdDataParallel(msgspec.Struct, frozen=True, kw_only=True):
 
     def programs(self) -> OuterLauncher:
         """The same as the launcher of one engine's ranks, whose prompts differ."""
+        from planaria.topology.outer import OuterLauncher
+
         alone = self.master_ip in ("127.0.0.1", "::1", "localhost")
         return OuterLauncher(
             rank=self.rank, world_size=self.size,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from planaria.config.options import EngineConfig
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from planaria.config.options import EngineConfig
 
 ENGINE, API = "planaria.engine_process", "planaria.server.api_process"
+ENGINE_AND_RANKS = ENGINE, "planaria.worker.main"
 WORKER = (
     "planaria.layers.build", "planaria.loader.source", "planaria.worker.micro_batches", "planaria.worker.runner",
     "planaria.worker.sampler", "planaria.worker.stage", "zmq",
@@ -24,7 +28,12 @@ def of_a_rank(config: EngineConfig) -> list[str]:
 def of_an_engine(config: EngineConfig) -> list[str]:
     """And of the ranks that it starts here, or is."""
     here = config.parallel.distributed_executor_backend in ("uni", "mp")
-    return [ENGINE, "planaria.worker.main", *(of_a_rank(config) if here else [])]
+    return [*ENGINE_AND_RANKS, *(of_a_rank(config) if here else [])]
+
+
+def before_it_is_known() -> list[str]:
+    """Of an engine of CPUs, which most likely is what will be asked for."""
+    return [*ENGINE_AND_RANKS, *WORKER, *NATIVE]
 
 
 def of_an_api_process() -> list[str]:

@@ -5,9 +5,11 @@ Names are for `ps` and for `planaria ps`: "planaria: worker rank=1 tp=1 pp=0 epo
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import os
+import resource
 import signal
 import sys
 from collections.abc import Iterator
@@ -40,6 +42,13 @@ def die_with_pipe(fd: int) -> None:
     fcntl.fcntl(own, fcntl.F_SETFL, os.O_ASYNC)
     if readable(own):
         os._exit(1)
+
+
+def raise_descriptor_limit() -> None:
+    """The soft limit of open files becomes the hard one, for this process and those it starts."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def leave_signals_to_parent() -> None:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from planaria.checkpoint.folder import json_object, safetensors_header
 from planaria.checkpoint.spec import TensorInfo
@@ -37,7 +36,8 @@ REFUSED = (
     "layer_replication", "trainable_token_indices", "target_parameters", "alora_invocation_tokens", "arrow_config",
     "kasa_config", "monteclora_config", "megatron_config",
 )  # fmt: skip
-EXPONENTS = {"f32": (np.uint32, 0x7F800000), "f16": (np.uint16, 0x7C00), "bf16": (np.uint16, 0x7F80)}
+# Bits of an unsigned integer, by what its bytes are; all of them are set in what is infinite or no number.
+EXPONENTS = {"f32": ("u4", 0x7F800000), "f16": ("u2", 0x7C00), "bf16": ("u2", 0x7F80)}
 
 
 class Adapter(msgspec.Struct, frozen=True):
@@ -164,6 +164,8 @@ def _module(
         )
     if a.kind != b.kind or a.kind not in EXPONENTS:
         raise ModelError(f"{path}: {name} is of {a.kind} and {b.kind}; both must be float32, float16 or bfloat16")
+    import numpy as np
+
     parts = [data[tensor.offset : tensor.offset + tensor.nbytes] for tensor in (a, b)]
     kind, exponent = EXPONENTS[a.kind]
     for part in parts:

@@ -10,7 +10,6 @@ import hashlib
 import json
 import subprocess
 import sys
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -74,6 +73,8 @@ def _foreign(checkpoint: Checkpoint) -> ModelConfig:
         raise ModelError("its weights are quantised, which that back end doesn't read")
     if find_spec("torch") is None or find_spec("transformers") is None:
         raise ModelError(f"PyTorch and Transformers aren't both installed here: {WITH_BOTH}")
+    from importlib.metadata import version
+
     release = version("transformers")
     if int(release.partition(".")[0]) < OLDEST:
         raise ModelError(f"Transformers {release} is too old, {OLDEST} is needed: {WITH_BOTH}")
@@ -98,6 +99,8 @@ def _foreign(checkpoint: Checkpoint) -> ModelConfig:
 
 def _look(hf: dict[str, Any], release: str) -> Found:
     """What Transformers of this release makes of a config.json. Raises ModelError."""
+    from importlib.metadata import version
+
     asked = json.dumps(hf, sort_keys=True).encode()
     key = hashlib.sha256(f"{release} {version('torch')} ".encode() + asked)
     for source in sorted(Path(__file__).parents[1].glob("hf/*.py")):

@@ -8,6 +8,16 @@ import sys
 
 def main(args: list[str] | None = None) -> int:
     """Run a command; exit code 2 for a user's mistake, 1 for a failure, each with one line on standard error."""
+    words = sys.argv[1:] if args is None else args
+    if words[:1] != ["serve"] or any(word.startswith("--help") for word in words):
+        return _run(words)
+    from planaria.cli.early import begun
+
+    with begun():
+        return _run(words)
+
+
+def _run(words: list[str]) -> int:
     from planaria.cli.app import app, only
     from planaria.env import log_format, log_level
     from planaria.errors import PlanariaError, UserError
@@ -15,14 +25,18 @@ def main(args: list[str] | None = None) -> int:
 
     try:
         setup_logging(log_level(), log_format())
-        words = sys.argv[1:] if args is None else args
-        only(app, words[0] if words else "")(args, standalone_mode=True)
+        only(app, words[0] if words else "")(words, standalone_mode=True)
     except PlanariaError as e:
         if as_json():
             logging.getLogger("planaria").error("%s", e)
         else:
             print(f"planaria: {e}", file=sys.stderr)
         return 2 if isinstance(e, UserError) else 1
+    except RuntimeError as e:
+        if str(e) != "can't start new thread":
+            raise
+        print(f"planaria: {e}: there is no more memory, or no more threads (ulimit -u, pids.max)", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     except SystemExit as e:

@@ -42,6 +42,7 @@ async def serve_in_place(
         load_modules(fleet.dispatcher.loras, settings.lora_modules)
         if fleet.local is None:
             raise ConfigError("--replace", True, "is for engines that are processes of this machine")
+        other.goes_on_with_its_weights(fleet)
         for index, keeper in fleet.members.items():
             keeper.memory = other.kv.pop(index, None)
         for memory in other.kv.values():  # of more engines than there are to be

@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -30,7 +31,6 @@ from planaria.errors import ConfigError
 from planaria.logs import as_json, setup_logging, wait_for_no_reader
 from planaria.processes import set_title
 from planaria.server.config import ServerConfig
-from planaria.server.connections import raise_descriptor_limit
 from planaria.server.tools import Parsers
 
 if TYPE_CHECKING:
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from planaria.server.service import Service
 
 logger = logging.getLogger("planaria.server")
-
-BEGUN = 0.05  # seconds, at most, until engines' processes are about to start
 
 
 def run(
@@ -69,7 +67,6 @@ def run(
                 raise ConfigError(flag, value, "is for several models, and there is one", "leave it out")
         names = server["served_model_names"] or (name_of(model[0]),)
         config, settings = configured(model[0], names, engine, server, skip_tokenizer_init)
-        raise_descriptor_limit()
         planned = None
         if config.parallel.distributed_executor_backend in ("uni", "mp"):
             planned = plan_shown(config)
@@ -196,7 +193,7 @@ async def _serve(
 
         starting = asyncio.create_task(fleet.start())
         try:
-            await asyncio.wait({starting}, timeout=BEGUN)  # then threads wait for it, while the rest is imported
+            await asyncio.to_thread(import_module, "planaria.server.serve")  # meanwhile it goes on
             from planaria.server.serve import bind, serve
 
             sock = bind(settings)
@@ -212,7 +209,8 @@ async def _serve(
 
             tokenizer = None
             if not skip_tokenizer_init:
-                tokenizer = load_tokenizer(msgspec.convert(config.checkpoint, Checkpoint))
+                checkpoint = msgspec.convert(config.checkpoint, Checkpoint)
+                tokenizer = await asyncio.to_thread(load_tokenizer, checkpoint)
             await starting
             return await serve(
                 fleet.dispatcher, tokenizer, settings, started=started, sock=sock, announce=announce, journal=journal,

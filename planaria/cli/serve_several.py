@@ -24,7 +24,6 @@ from planaria.errors import ConfigError
 from planaria.logs import as_json
 from planaria.processes import set_title
 from planaria.server.config import ServerConfig
-from planaria.server.connections import raise_descriptor_limit
 
 
 def run_several(
@@ -48,7 +47,6 @@ def run_several(
     for config, _ in found:
         _refuse_places(config)
         plan_shown(config)
-    raise_descriptor_limit()
     return asyncio.run(_serve(found, most, host_memory, skip_tokenizer_init, started))
 
 

@@ -135,10 +135,10 @@ def process_rows(
         word = _STATES.get(process_state(spare), "idle")
         found.append(ProcessInfo("spare", None, {}, spare, node_name(), epoch, word, resident_bytes(spare)))
     seen_here = {pid, *spares, *(member.pid for member in members if here(member))}
-    return [timed(row) if row.pid in seen_here else row for row in found]
+    return [_timed(row) if row.pid in seen_here else row for row in found]
 
 
-def timed(row: ProcessInfo) -> ProcessInfo:
+def _timed(row: ProcessInfo) -> ProcessInfo:
     """With its uptime, where it is of this node."""
     return msgspec.structs.replace(row, uptime=uptime(row.pid)) if row.node == node_name() else row
 

@@ -94,10 +94,10 @@ class ForkServer:
     `port`.
 
     A fork's parent is the server, but it ends when `close` is called, or when this process ends: with a pipe, whose end
-    nobody else has. before: one that this process was split from.
+    nobody else has. before: one that has begun.
     """
 
-    def __init__(self, modules: Sequence[str], before: Split | None = None) -> None:
+    def __init__(self, modules: Sequence[str], before: Begun | None = None) -> None:
         self._began_with = _concerns(modules)
         self._imported = self._fails = self._over = False
         self._codes: dict[int, int] = {}
@@ -214,8 +214,24 @@ class ForkedServer:
             os.kill(self.pid, signal.SIGKILL)
 
 
-Split = tuple[ForkedServer, socket.socket]
-_split: list[Split] = []  # this process's
+Begun = tuple["subprocess.Popen[bytes] | ForkedServer", socket.socket]
+_split: list[Begun] = []  # this process's
+_early: list[tuple[object, Begun]] = []  # and with what it began
+
+
+def begin(modules: Sequence[str]) -> None:
+    """Have a server import `modules` from now on, for whoever is the first to ask for one, if it asks for that. For a
+    thread that stays."""
+    _early.append((_concerns(modules), _started(modules)))
+
+
+def let_go() -> None:
+    """Nobody will ask for what has begun."""
+    while _early:
+        _, (process, port) = _early.pop()
+        process.kill()
+        process.wait()
+        port.close()
 
 
 def split(modules: Sequence[str]) -> str:
@@ -243,8 +259,11 @@ def split(modules: Sequence[str]) -> str:
 
 
 def server_of(modules: Sequence[str]) -> ForkServer:
-    """The one that this process was split from, else another."""
+    """The one that was split from this process, else the one that has begun early, else another."""
     before = _split.pop() if _split else None
+    if before is None and _early and _early[0][0] == _concerns(modules):
+        _, before = _early.pop()
+    let_go()
     return ForkServer(modules, before)
 
 
@@ -260,7 +279,6 @@ def main() -> int:
     set_title("forkserver")
     for module in sys.argv[3:]:
         importlib.import_module(module)
-    gc.collect()
     gc.freeze()  # pages of what is there now stay shared
     module = _serve(socket.socket(fileno=int(sys.argv[2])))
     return run(module) if module else 0

@@ -13,8 +13,7 @@ from starlette.responses import Response
 
 from planaria.core.resize import COMMITTED, ROLLED_BACK, Refused
 from planaria.errors import ConfigError, ModelError, RequestError
-from planaria.executor.status import timed
-from planaria.node import node_name, resident_bytes
+from planaria.node import node_name, resident_bytes, uptime
 from planaria.server.admission import Admission
 from planaria.server.common import encode_json, read
 from planaria.server.failure import failure
@@ -46,7 +45,10 @@ def processes(model: str, kind: str, ready: bool, service: Admission, rows: list
     pid = os.getpid()
     state = "draining" if service.draining else "ready" if ready else "not ready"
     own = ProcessInfo("server", None, {}, pid, node_name(), None, state, resident_bytes(pid))
-    known = [timed(row) if row.uptime is None else row for row in (own, *rows)]
+    known = [
+        msgspec.structs.replace(row, uptime=uptime(row.pid)) if row.uptime is None and row.node == own.node else row
+        for row in (own, *rows)
+    ]
     return Response(encode_json({"model": model, "kind": kind, "processes": known}), media_type=JSON)
 
 

@@ -12,7 +12,7 @@ import socket
 import sys
 
 import msgspec
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
 from planaria.checkpoint import Checkpoint
@@ -53,7 +53,7 @@ class ApiServer:
         settings, rank = boot.settings, boot.config.parallel.api_process_rank
         self.neighbours = Neighbours(settings.passing, rank, settings.api_processes)
         self.stop = asyncio.Event()
-        self.app: FastAPI | None = None
+        self.app: Starlette | None = None
         self._orders = Background()
 
     async def run(self, sock: socket.socket) -> int:
@@ -79,7 +79,7 @@ class ApiServer:
             listening.cancel()
             await self.channel.close()
 
-    def _prepare(self, app: FastAPI) -> None:
+    def _prepare(self, app: Starlette) -> None:
         self.app, app.state.service.neighbours = app, self.neighbours
         app.user_middleware.append(Middleware(Forward, root=self.root))  # the innermost: behind the gate
 

@@ -1,21 +1,18 @@
-"""The FastAPI application: routes, their documentation, and errors in one shape."""
+"""The application: routes, what is said of them (`api_document.py` says it), and errors in one shape."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
-import planaria
 from planaria.errors import RequestError
 from planaria.server import (
     adapters,
@@ -37,46 +34,13 @@ from planaria.server import (
 from planaria.server.admission import Admission
 from planaria.server.config import ServerConfig
 from planaria.server.dispatcher import Dispatcher
-from planaria.server.failure import ANTHROPIC, failure, refused
-from planaria.server.gate import OPEN_PATHS, Gate
-from planaria.server.idempotency import MAX_KEY
+from planaria.server.failure import failure, refused
+from planaria.server.gate import Gate
 from planaria.server.service import Service
 from planaria.server.tokenise import Tokenizer
 
-_ERRORS = {
-    400: "Refused; the error names the field.",
-    401: "No valid API key.",
-    403: "From this machine only, unless the server has an admin key.",
-    404: "No such model or path.",
-    405: "Not this method.",
-    409: "Another resize is under way.",
-    408: "The body did not come.",
-    413: "The body is too large.",
-    415: "A browser sent a body that is not declared as JSON.",
-    422: "Its Idempotency-Key was sent before with another body or path.",
-    500: "The server's fault.",
-    501: "What it needs is not installed here.",
-    503: "Not ready, or stopping; see Retry-After.",
-}
 
-_IDEMPOTENCY_KEY = {
-    "name": "Idempotency-Key", "in": "header", "schema": {"type": "string", "minLength": 1, "maxLength": MAX_KEY},
-    "description": "The same key, path and body get the same answer; nothing runs twice.",
-}  # fmt: skip
-
-_ABOUT = """The OpenAI API over a Planaria engine.
-
-- A field that would change the answer and isn't supported (response formats other than text, suffix, ...) is
-  refused by name, unless its value means "off"; so is a name nobody knows. `null` always means the default.
-- A stream has one event for each step of a choice, also where its text is empty because the bytes of a character or
-  the beginning of a stop string are held back. The last one of a choice carries `finish_reason`.
-- `seed` makes a request repeatable: choice 0 uses it, choice i one derived from it and i, for every prompt alike.
-- Errors are `{"error": {"message", "type", "param", "code"}}`, in a stream as an event before `[DONE]`.
-- 503 comes with Retry-After: the model is being loaded, or the server is shutting down.
-"""
-
-
-def create_app(client: Dispatcher, tokenizer: Tokenizer | None, config: ServerConfig) -> FastAPI:
+def create_app(client: Dispatcher, tokenizer: Tokenizer | None, config: ServerConfig) -> Starlette:
     """The application of one server; `app.state.service` is its `Service`.
 
     Without a tokenizer prompts are token ids, and texts are empty.
@@ -86,15 +50,13 @@ def create_app(client: Dispatcher, tokenizer: Tokenizer | None, config: ServerCo
     return app
 
 
-def app_of(service: Service) -> FastAPI:
+def app_of(service: Service) -> Starlette:
     """The routes of one model, without the gate before them."""
-    app = FastAPI(
-        title="Planaria", version=planaria.__version__, description=_ABOUT, redirect_slashes=False, redoc_url=None
-    )
+    app = Starlette()
+    app.router.redirect_slashes = False
     app.state.service = service
     _routes(app)
     say_errors(app)
-    app.openapi = lambda: _openapi(app, bool(service.config.api_keys))  # type: ignore[method-assign]
     return app
 
 
@@ -133,12 +95,25 @@ async def _on_http(request: Request, error: HTTPException) -> Response:
     return failure(words.get(status, str(error.detail)), status, code=codes.get(status), headers=error.headers)
 
 
-def _json(model: type[BaseModel]) -> dict[str, Any]:
-    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
+class Documented(NamedTuple):
+    """What the API's document says of a route. answer, body: in JSON; errors: statuses that it may answer besides 200;
+    content: of 200, in other types."""
+
+    method: str
+    answer: type[BaseModel] | None
+    body: type[BaseModel] | None
+    errors: tuple[int, ...]
+    content: dict[str, Any]
+
+
+class ApiRoute(Route):
+    """documented: None: it is in no document."""
+
+    documented: Documented | None = None
 
 
 def _add(
-    app: FastAPI,
+    app: Starlette,
     path: str,
     endpoint: Callable[[Request], Any],
     answer: type[BaseModel] | None,
@@ -149,29 +124,28 @@ def _add(
     content: dict[str, Any] | None = None,
     documented: bool = True,
 ) -> None:
-    """A route as it works and as it is documented. errors: statuses it may answer besides 200."""
-    ok = {**(_json(answer) if answer is not None else {}), **(content or {})}
-    answers: dict[int | str, dict[str, Any]] = {200: {"description": "OK", "content": ok}}
-    for status in errors:
-        shape: type[BaseModel] = schema.HealthReport if endpoint is health.health else schema.ErrorResponse
-        if path.startswith(ANTHROPIC):
-            shape = schema_anthropic.AnthropicErrorResponse
-        answers[status] = {"description": _ERRORS[status], "content": _json(shape)}
-    extra: dict[str, Any] = {}
-    if 422 in errors:
-        extra["parameters"] = [_IDEMPOTENCY_KEY]
+    """A route as it works and as it is documented."""
     method = method or ("GET" if body is None else "POST")
-    if body is not None:
-        extra["requestBody"] = {"required": True, "content": _json(body)}
-    app.add_api_route(
-        path, endpoint, methods=[method], response_model=None, response_class=Response, responses=answers,
-        openapi_extra=extra, operation_id=endpoint.__name__, include_in_schema=documented,
-    )  # fmt: skip
-    if method == "GET":
-        app.add_api_route(path, endpoint, methods=["HEAD"], response_class=Response, include_in_schema=False)
+    route = ApiRoute(path, endpoint, methods=[method])
+    if documented:
+        route.documented = Documented(method, answer, body, errors, content or {})
+    app.router.routes.append(route)
 
 
-def _routes(app: FastAPI) -> None:
+async def _document(request: Request) -> Response:
+    from planaria.server.api_document import document
+
+    return Response(document(request.app), media_type="application/json")
+
+
+async def _reader(request: Request) -> Response:
+    from planaria.server.api_document import PAGE
+
+    return Response(PAGE, media_type="text/html")
+
+
+def _routes(app: Starlette) -> None:
+    app.router.routes += [ApiRoute("/openapi.json", _document), ApiRoute("/docs", _reader)]
     stream = {
         "text/event-stream": {
             "schema": {
@@ -275,72 +249,3 @@ def _vector_routes(add: Callable[..., None], errors: tuple[int, ...]) -> None:
         for path in paths:
             once = (422,) if path.startswith("/v1/") else ()
             add(path, endpoint, answer, body, errors=(*errors, *once), documented=path == paths[0])
-
-
-_MODELS: tuple[type[BaseModel], ...] = (
-    schema.Message, schema.FunctionTool,
-    schema_anthropic.AskedMessage, schema_anthropic.AskedBlock, schema_anthropic.AskedTool,
-    schema_anthropic.MessagesRequest, schema_anthropic.MessagesResponse, schema_anthropic.CountTokensRequest,
-    schema_anthropic.CountTokensResponse, schema_anthropic.AnthropicErrorResponse,
-    schema_vectors.EmbeddingRequest, schema_vectors.EmbeddingResponse, schema_vectors.PoolingRequest,
-    schema_vectors.PoolingResponse, schema_vectors.ClassificationRequest, schema_vectors.ClassificationResponse,
-    schema_vectors.ScoreRequest, schema_vectors.ScoreResponse, schema_vectors.RerankRequest,
-    schema_vectors.RerankResponse,
-    schema.CompletionRequest, schema.ChatCompletionRequest, schema.TokenizeRequest, schema.DetokenizeRequest,
-    schema.CompletionResponse, schema.ChatCompletionResponse, schema.TokenizeResponse, schema.DetokenizeResponse,
-    schema.TokenizerInfo,
-    schema.ModelList, schema.ModelCard, schema.HealthReport, schema.Version, schema.ProcessList, schema.ErrorResponse,
-    schema_responses.InputItem, schema_responses.FunctionCallItem, schema_responses.FunctionCallOutputItem,
-    schema_responses.ReasoningItem, schema_responses.ItemReference, schema_responses.DeclaredFunction,
-    schema_responses.ResponsesRequest, schema_responses.ResponseObject, schema_responses.ResponseDeleted,
-    schema_responses.InputItems,
-    schema_fleet.ScaleRequest, schema_fleet.ScaleResponse, schema_fleet.FleetResponse, schema_fleet.LayoutRequest,
-    schema_fleet.LayoutResponse, schema_fleet.SleepResponse, schema_fleet.LoadLoraRequest,
-    schema_fleet.UnloadLoraRequest, schema_fleet.LoraResponse, schema_fleet.WeightsRequest,
-    schema_fleet.WeightsResponse, schema_fleet.ExpertsResponse, schema_fleet.Dashboard,
-)  # fmt: skip
-
-
-_PATHS = {
-    "model": ["/v1/models/{model}"],
-    "response_id": [f"/v1/responses/{{response_id}}{end}" for end in ("", "/cancel", "/input_items")],
-}
-_QUERIES: dict[str, dict[str, Any]] = {
-    "/sleep": {"level": {"enum": [0, 1, 2]}},
-    "/wake_up": {"tags": {"type": "array", "items": {"enum": ["weights", "kv_cache"]}}},
-    "/v1/responses/{response_id}": {
-        "stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0},
-    },
-    "/v1/responses/{response_id}/input_items": {
-        "order": {"enum": ["asc", "desc"]}, "after": {"type": "string"},
-        "limit": {"type": "integer", "minimum": 1, "maximum": responses.MAX_PAGE},
-    },
-}  # fmt: skip
-
-
-def _openapi(app: FastAPI, secured: bool) -> dict[str, Any]:
-    """The API's document. Routes read their bodies themselves, so its models are put in here."""
-    if app.openapi_schema is None:
-        document = get_openapi(title=app.title, version=app.version, description=_ABOUT, routes=app.routes)
-        _, definitions = models_json_schema(
-            [(model, "validation") for model in _MODELS], ref_template="#/components/schemas/{model}"
-        )
-        document.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
-        for name, paths in _PATHS.items():
-            parameter = {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-            for path in paths:
-                for operation in document["paths"][path].values():
-                    operation["parameters"] = [*operation.get("parameters", ()), parameter]
-        for path, query in _QUERIES.items():
-            operations = document["paths"][path]
-            operations.get("get", operations.get("post")).setdefault("parameters", []).extend(
-                {"name": name, "in": "query", "schema": schema} for name, schema in query.items()
-            )
-        if secured:
-            document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-            for path, operations in document["paths"].items():
-                if path not in OPEN_PATHS:
-                    for operation in operations.values():
-                        operation["security"] = [{"key": []}]
-        app.openapi_schema = document
-    return app.openapi_schema

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 
@@ -20,3 +20,14 @@ class Background:
     def cancel(self) -> None:
         for task in self.tasks:
             task.cancel()
+
+
+async def in_thread(act: Callable[[], object]) -> None:
+    """Carry out something short, of an end: in a thread, so that others have their turn meanwhile, or here where none
+    can be started any more."""
+    try:
+        done = asyncio.get_running_loop().run_in_executor(None, act)
+    except RuntimeError:
+        act()
+    else:
+        await done

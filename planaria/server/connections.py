@@ -8,7 +8,6 @@ the new one is answered 503. Without descriptors or memory for another nothing i
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import resource
 import socket
@@ -35,13 +34,6 @@ TURNED_AWAY = 32  # connections beyond the bound that are being told so
 LINGER = 1.0  # seconds in which who is turned away reads why
 ACCEPT_PAUSE = 1.0  # seconds without accepting, once there were no descriptors
 SAY_AGAIN = 60.0  # seconds between log lines about the bound
-
-
-def raise_descriptor_limit() -> None:
-    """The soft limit of open files becomes the hard one, for this process and those it starts."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def connection_bound(wanted: int) -> int:

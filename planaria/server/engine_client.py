@@ -38,6 +38,7 @@ EXIT_TIMEOUT = 10.0  # seconds an engine gets to end by itself
 LOOK = 0.25  # seconds between looks at a process that is not known to have ended
 STOPPED = 2.0  # seconds a process may be stopped (SIGSTOP) before it counts as lost
 ROOM = 64  # messages that wait here unread; more of them wait with the engine, which makes fewer of them
+SOON_MS, LATER_MS = 2, 100  # between attempts to connect, at first and in the end
 SLICE = 0.002  # seconds of an engine's messages after which others have their turn in the event loop
 
 
@@ -74,7 +75,11 @@ class EngineConnection:
         """prepare: sets options of the socket."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, ROOM), (zmq.LINGER, 0)):
+        options = (
+            (zmq.SNDHWM, 0), (zmq.RCVHWM, ROOM), (zmq.LINGER, 0),
+            (zmq.RECONNECT_IVL, SOON_MS), (zmq.RECONNECT_IVL_MAX, LATER_MS),  # its process may not listen yet
+        )  # fmt: skip
+        for option, value in options:
             self._socket.setsockopt(option, value)
         prepare(self._socket)
         self._socket.connect(address)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -27,6 +28,7 @@ from planaria.hosts.pool import BackOff
 from planaria.hosts.weights import WeightsMemory
 from planaria.node import node_name, process_state, resident_bytes
 from planaria.server import questions
+from planaria.server.background import in_thread
 from planaria.server.engine import Engine
 from planaria.server.engine_client import EXIT_TIMEOUT, Ended, EngineHandle, EngineProcess
 from planaria.server.questions import PendingAnswers, Questions
@@ -312,11 +314,11 @@ class EngineKeeper:
                 self.handle.kill()
                 await self.task
         if self.memory is not None and self.memory.keepers is not None:
-            await asyncio.to_thread(self.memory.end)
+            await in_thread(self.memory.end)
         elif self.memory is not None:
             self.memory.close()
         if self.weights is not None and self.handle.shares_memory:
-            await asyncio.to_thread(self.weights.forget, self.index)
+            await in_thread(functools.partial(self.weights.forget, self.index))
 
     # -- what it is asked, and says
 

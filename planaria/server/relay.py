@@ -18,7 +18,7 @@ from planaria.config.secret import is_loopback
 from planaria.errors import ConfigError
 from planaria.node import resolve_host
 from planaria.server.config import ServerConfig
-from planaria.server.connections import connection_bound, raise_descriptor_limit
+from planaria.server.connections import connection_bound
 from planaria.server.serve import bind, url_of
 
 logger = logging.getLogger("planaria.server")
@@ -43,7 +43,6 @@ class Relay:
 
     def start(self) -> None:
         """Accept until the process ends, in a thread."""
-        raise_descriptor_limit()
         self.most = min(self.config.max_connections, connection_bound(2 * self.config.max_connections) // 2)
         threading.Thread(target=lambda: asyncio.run(self._accept()), daemon=True, name="relay").start()
         logger.info("serving at %s what node 0 (%s) serves", url_of(self.sock, self.config), self.first)

@@ -58,7 +58,13 @@ Prompt = str | list[str] | list[int] | list[list[int]]
 Prompts = Annotated[Prompt, PlainValidator(_prompts, json_schema_input_type=Prompt)]
 
 
-class Strict(BaseModel):
+class ApiModel(BaseModel):
+    """pydantic makes what checks it when the first comes: of most kinds none ever does, and a start has no time."""
+
+    model_config = ConfigDict(defer_build=True)
+
+
+class Strict(ApiModel):
     """Nothing is converted, nothing unknown is accepted, numbers are finite. neutral: as `NEUTRAL`, of this kind."""
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
@@ -74,7 +80,7 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = Field(None, description="Accepted: events are not padded.")
 
 
-class KVTransferParams(BaseModel):
+class KVTransferParams(ApiModel):
     """As another server's answer has them, and vLLM's proxies pass them on; what is unknown has no effect."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -222,14 +228,14 @@ class CompletionRequest(GenerationRequest):
 
 
 # Checked where they are rendered (messages.py), for the server and for `LLM.chat` alike; the models are documentation.
-class ContentPart(BaseModel):
+class ContentPart(ApiModel):
     model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"additionalProperties": True})
     type: str = Field(description="A refusal is text, too.", json_schema_extra={"enum": ["text", "refusal"]})
     text: str | None = None
     refusal: str | None = None
 
 
-class Message(BaseModel):
+class Message(ApiModel):
     """One message. Fields not named here are given to the model's chat template as they are."""
 
     model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"additionalProperties": True})
@@ -247,8 +253,8 @@ Messages = Annotated[
 
 
 # Checked in tools.py, for the server and for `LLM.chat` alike.
-class FunctionTool(BaseModel):
-    class Declaration(BaseModel):
+class FunctionTool(ApiModel):
+    class Declaration(ApiModel):
         model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"additionalProperties": True})
         name: str = Field(max_length=MAX_TOOL_NAME, pattern="^[a-zA-Z0-9_.-]+$")
         description: str | None = None

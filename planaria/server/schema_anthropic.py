@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import ConfigDict, Field, WithJsonSchema
 
 from planaria.server.messages import MAX_MESSAGES
-from planaria.server.schema import JsonObject, Strict, sampled
+from planaria.server.schema import ApiModel, JsonObject, Strict, sampled
 from planaria.server.tools import MAX_TOOLS
 from planaria.types import MAX_STOP
 
@@ -17,7 +17,7 @@ def _listed(name: str, most: int, *others: dict[str, Any]) -> WithJsonSchema:
     return WithJsonSchema({"anyOf": [items, *others]} if others else {**items, "minItems": 1})
 
 
-class Opened(BaseModel):
+class Opened(ApiModel):
     """Further fields are taken."""
 
     model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"additionalProperties": True})

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import ConfigDict, Field, WithJsonSchema
 
 from planaria.server.response_input import MAX_ITEMS, ROLES
-from planaria.server.schema import JsonObject, Metadata, SampledRequest, Strict
+from planaria.server.schema import ApiModel, JsonObject, Metadata, SampledRequest, Strict
 from planaria.server.tools import MAX_TOOL_NAME, MAX_TOOLS
 
 MAX_LABEL = 512  # characters of `user` and the like
@@ -22,7 +22,7 @@ INCLUDABLE = (
 )  # fmt: skip
 
 
-class InputPart(BaseModel):
+class InputPart(ApiModel):
     """A part of a message: `input_text`, or in an assistant's message `output_text` or `refusal`."""
 
     model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"additionalProperties": True})

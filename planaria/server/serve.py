@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from planaria.errors import CapacityError, ConfigError, EngineDead, PlanariaError, UserError
@@ -250,7 +250,7 @@ async def serve(
     tokenizer: Tokenizer | None,
     config: ServerConfig,
     *,
-    prepare: Callable[[FastAPI], None] = lambda app: None,
+    prepare: Callable[[Starlette], None] = lambda app: None,
     journal: Journal | None = None,
     begun: Callable[[Lifecycle[Service]], None] = lambda life: None,
     **how: Any,

@@ -12,8 +12,9 @@ import socket
 
 import pytest
 
+from planaria.processes import raise_descriptor_limit
 from planaria.server import connections
-from planaria.server.connections import Listener, connection_bound, raise_descriptor_limit
+from planaria.server.connections import Listener, connection_bound
 
 GET = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"

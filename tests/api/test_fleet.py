@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -583,3 +585,17 @@ async def test_the_only_engine_of_a_server_has_its_number() -> None:
     assert [state.index for state in crowd.fleet.dispatcher.engines()] == [2]
     crowd.fleet.members[2].engine.up = True
     await crowd.fleet.close()
+
+
+async def test_the_end_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    ended: list[str] = []
+    crowd = Crowd(1)
+    await crowd.fleet.start()
+    crowd.fleet.local = SimpleNamespace(close=lambda: ended.append("forks"))  # type: ignore[assignment]
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        await crowd.fleet.close()
+    assert ended == ["forks"]

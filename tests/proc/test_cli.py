@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from pathlib import Path
 
+import psutil
 import pytest
 
 from planaria.cli import main
+from planaria.hosts import forkserver
 from tests.proc.servers import TINY, needs_smollm2, planaria
 
 pytestmark = needs_smollm2
@@ -135,6 +137,34 @@ def test_no_memory_for_kv(memory: str, says: str) -> None:
     result = planaria("serve", "smollm2", "--port", "0", "--kv-cache-memory", memory)
     assert result.returncode == 1
     assert says in one_line(result.stderr)
+
+
+def test_no_thread_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, in_process: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def no_thread(**options: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("planaria.cli.models.run", no_thread)
+    assert main(["models"]) == 1
+    assert one_line(capfd.readouterr().err).startswith("planaria: can't start new thread")
+
+
+def test_what_serve_began_before_it_read_its_options_ends_with_it(
+    monkeypatch: pytest.MonkeyPatch, in_process: None
+) -> None:
+    begun: list[int] = []
+
+    def run(words: list[str]) -> int:
+        ((_, (process, _)),) = forkserver._early
+        begun.append(process.pid)
+        return 0
+
+    monkeypatch.setattr("planaria.cli._run", run)
+    assert main(["serve", "smollm2"]) == 0
+    assert len(begun) == 1 and not psutil.pid_exists(begun[0])
+    monkeypatch.setattr("planaria.cli._run", lambda words: len(forkserver._early))
+    assert main(["serve", "--help"]) == main(["models"]) == 0
 
 
 def test_port_in_use() -> None:

@@ -188,6 +188,24 @@ def test_forks_share_a_server_that_never_started_a_thread_and_is_made_anew_for_a
     assert third.code == -9
 
 
+def test_a_server_that_began_early_is_the_first_ones_if_it_imports_what_that_one_asks_for() -> None:
+    host, other = (LocalHost(devices=(), forks=FORKS) for _ in range(2))
+    forkserver.begin(FORKS["tests.proc.kept"])
+    early = forkserver._early[0][1][0].pid
+    one, second = forked(host, "deaf"), forked(other, "deaf")
+    assert server_of(one).pid == early != server_of(second).pid
+    end(one, second)
+    for each in (host, other):
+        each.close()
+    forkserver.begin(["json"])
+    unfit = forkserver._early[0][1][0].pid
+    host = LocalHost(devices=(), forks=FORKS)
+    third = forked(host, "deaf")
+    assert server_of(third).pid != unfit and not alive(unfit) and not forkserver._early
+    end(third)
+    host.close()
+
+
 def test_forks_outlive_their_server_and_others_begin_with_another(forking: LocalHost) -> None:
     one = forked(forking, "deaf")
     wait_until("it is up", lambda: bool(one.said))

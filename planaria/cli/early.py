@@ -1,0 +1,26 @@
+"""What `planaria serve` does before it imports what it is made of: engines' processes are forked from one that has
+imported theirs, and that one needs no option to begin."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from planaria import preload
+from planaria.hosts import forkserver
+from planaria.processes import raise_descriptor_limit
+
+
+@contextlib.contextmanager
+def begun() -> Iterator[None]:
+    """For the main thread. What nobody asks for until the block ends, ends with it."""
+    raise_descriptor_limit()
+    forkserver.begin(preload.before_it_is_known())
+    from planaria.config.machine import present_platform
+
+    try:
+        if not present_platform().on_host:
+            forkserver.let_go()
+        yield
+    finally:
+        forkserver.let_go()
