@@ -78,6 +78,16 @@ class SharedWeights:
             raise ModelError(f"{_short(handle)}: {e.strerror}") from None
         return found
 
+    @classmethod
+    def given(cls, fd: int) -> SharedWeights:
+        """Those of a descriptor, which it takes, of another process's."""
+        found = cls.__new__(cls)
+        found._own(fd)
+        return found
+
+    def fileno(self) -> int:
+        return self._fd
+
     def _own(self, fd: int) -> int:
         self._fd, self._end = fd, weakref.finalize(self, os.close, fd)
         self.handle = f"{SCHEME}{os.getpid()}.{fd}.{os.fstat(fd).st_ino}@{home()}"

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from planaria import preload
+from planaria.checkpoint.identity import weights_version
 from planaria.checkpoint.shared import SharedWeights
 from planaria.config.data_parallel import engine_config, sharers
 from planaria.config.machine import accelerator_ids
@@ -27,7 +28,7 @@ from planaria.hosts.device_keeper import OwnedKeepers, keepers_of_all
 from planaria.hosts.device_memory import Keepers
 from planaria.hosts.local import LocalHost
 from planaria.hosts.weights import WeightsMemory
-from planaria.server.background import Background
+from planaria.server.background import Background, in_thread
 from planaria.server.dispatcher import Dispatcher
 from planaria.server.engine import Engine
 from planaria.server.engine_client import EngineProcess
@@ -115,6 +116,7 @@ class Fleet:
         self.resizer = Resizer(self)
         self.updating = asyncio.Lock()
         self.shared_weights: SharedWeights | None = None  # that are in force, if they are none of a folder
+        self.began = weights_version(config.checkpoint.get("files", ()))  # which weights those of `config` are
         self.others: Callable[[], list[ProcessInfo]] = list  # processes that are no engine's
         self.replacing: set[int] = set()  # engines whose process was told to end
         self._background = Background()
@@ -266,6 +268,15 @@ class Fleet:
         found = await asyncio.gather(*(keeper.wishes.sleep(level) for _, keeper in keepers))
         return {index: slept for (index, _), slept in zip(keepers, found, strict=True)}
 
+    def begin_with(self, path: str, shared: SharedWeights | None, number: int) -> None:
+        """Before an engine is started: these weights are in force, as if they had been the `number`-th to come. Raises
+        ConfigError, ModelError."""
+        self.shared_weights = shared
+        checkpoint = other_weights(self.config, path) if shared is None else other_tensors(self.config, shared)
+        self.config = msgspec.structs.replace(self.config, checkpoint=checkpoint, weights_number=number)
+        for keeper in self.members.values():
+            keeper.config = msgspec.structs.replace(keeper.config, checkpoint=checkpoint, weights_number=number)
+
     async def update_weights(self, path: str, handle: str = "", *, keep_kv: bool = False) -> dict[int, WeightsUpdated]:
         """One engine after the other, so that the others serve meanwhile; all of them, or none. See wire.UpdateWeights.
         Raises ConfigError, ModelError."""
@@ -310,8 +321,8 @@ class Fleet:
         self.dispatcher.close()
         await asyncio.gather(*(keeper.close() for keeper in self.members.values()))
         if self.hosts is not None:
-            await asyncio.to_thread(self.hosts.close)
+            await in_thread(self.hosts.close)
         if self.local is not None:
-            await asyncio.to_thread(self.local.close)
+            await in_thread(self.local.close)
         if self._keepers is not None:
-            await asyncio.to_thread(self._keepers.close)
+            await in_thread(self._keepers.close)

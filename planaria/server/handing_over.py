@@ -170,7 +170,13 @@ class HandingOver:
         weights = self.fleet.weights
         fds = [self.life.server.sock.fileno(), *([weights.fileno()] if weights is not None else [])]
         fds += [memory.fileno() for memory in kv.values()]
-        self.packets.send(Offer(planaria.__version__, weights is not None, list(kv)), fds)
+        config, tensors = self.fleet.config, self.fleet.shared_weights
+        fds += [tensors.fileno()] if tensors is not None else []
+        path = config.checkpoint["path"] if config.weights_number and tensors is None else ""
+        self.packets.send(
+            Offer(planaria.__version__, weights is not None, list(kv), self.fleet.began, config.weights_number, path),
+            fds,
+        )  # fmt: skip
         self._not_late()  # it may import, compile and read for as long as it likes: this one serves
         logger.info("process %d, release %s, prepares to take over", self.successor, ask.release)
 

@@ -42,11 +42,15 @@ class Declined(msgspec.Struct, frozen=True, tag="declined"):
 
 class Offer(msgspec.Struct, frozen=True, tag="offer"):
     """With descriptors: of the socket that listens, of the weights' memory if `weights`, of the memory of KV of each of
-    these engines."""
+    these engines, of the tensors that are in force if they are in memory. began: which weights the server was started
+    with; number, path: of those that are in force now (number 0: the same)."""
 
     release: str
     weights: bool
     engines: list[int]
+    began: str = ""
+    number: int = 0
+    path: str = ""
 
 
 class Given(msgspec.Struct, frozen=True, tag="given"):

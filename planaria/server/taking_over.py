@@ -19,6 +19,7 @@ import tempfile
 import msgspec
 
 import planaria
+from planaria.checkpoint.shared import SharedWeights
 from planaria.errors import ConfigError, PlanariaError
 from planaria.hosts.memory import KVMemory
 from planaria.hosts.weights import WeightsMemory
@@ -99,6 +100,8 @@ class TakingOver:
         self.sock: socket.socket
         self.weights: WeightsMemory | None = None
         self.kv: dict[int, KVMemory] = {}
+        self._offer: Offer
+        self._tensors: SharedWeights | None = None
         self.packets: Packets[ToSuccessor]
         self._alive = os.pidfd_open(pid)
         self._heard: asyncio.Future[ToSuccessor | None] = asyncio.get_running_loop().create_future()
@@ -163,6 +166,8 @@ class TakingOver:
             self.weights = WeightsMemory.given(fds.pop(0))
         for engine in offer.engines:
             self.kv[engine] = KVMemory.given(fds.pop(0))
+        self._offer = offer
+        self._tensors = SharedWeights.given(fds.pop(0)) if offer.number and not offer.path else None
 
     async def _word(self, limit: float) -> ToSuccessor | None:
         """The next; None: it doesn't come, or the other has ended."""
@@ -186,6 +191,18 @@ class TakingOver:
         return await asyncio.to_thread(readable, self._alive, MARGIN if self._gone.is_set() else 0.0)
 
     # -- in order
+
+    def goes_on_with_its_weights(self, fleet: Fleet) -> None:
+        """Which have come since it was started, if the command line says the same model as its own. Raises ConfigError,
+        ModelError: they can't be had any more."""
+        offer = self._offer
+        if not offer.number:
+            return
+        if offer.began != fleet.began:
+            logger.warning("weights are those of this command line, not those that process %d was given", self.pid)
+            return
+        fleet.begin_with(offer.path, self._tensors, offer.number)
+        logger.info("goes on with weights %d, %s", offer.number, offer.path or "which are in memory")
 
     async def take(self) -> None:
         """Have all of it. Raises ConfigError: the other serves on."""

@@ -76,7 +76,8 @@ class Pieces:
         self.engine = SimpleNamespace(state="ready")
         self.sock = socket.create_server(("127.0.0.1", 0))
         fleet: Any = SimpleNamespace(
-            local=object(), weights=None, config=SimpleNamespace(served_model_name="m"),
+            local=object(), weights=None, config=SimpleNamespace(served_model_name="m", weights_number=0),
+            shared_weights=None, began="",
             resizer=SimpleNamespace(busy=False), members={0: SimpleNamespace(engine=self.engine, memory=None)},
         )  # fmt: skip
         self.ended: list[int] = []

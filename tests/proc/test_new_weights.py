@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,29 @@ def test_every_engine_has_them_also_those_that_come_later(server: Server, folder
     refused = update(server, Path("/nowhere/at/all"))
     assert refused.status_code == 400 and "/nowhere/at/all" in refused.text
     assert ask(server)["token_ids"] == after[0]["token_ids"]
+
+
+def test_who_takes_the_servers_place_goes_on_with_those_in_force(folders: list[Path]) -> None:
+    options = ["--skip-tokenizer-init", "--served-model-name", "m", "--max-model-len", "4096"]
+    with ExitStack() as stack:
+        first = stack.enter_context(Server(str(folders[0]), *options, "--kv-cache-memory", "16MiB"))
+        port = int(first.url.rsplit(":", 1)[1])
+
+        def successor(folder: Path) -> Server:
+            more = ["--kv-cache-memory", "16MiB", "--replace"]
+            return stack.enter_context(Server(str(folder), *options, *more, port=port))
+
+        before = ask(first)
+        assert update(first, folders[1]).status_code == 200
+        after = ask(first)
+        assert after["token_ids"] != before["token_ids"] and after["weights_versions"] == [[0, 1]]
+        second = successor(folders[0])
+        assert (found := ask(second))["token_ids"] == after["token_ids"] and found["weights_versions"] == [[0, 1]]
+        with SharedWeights(load_file(folders[0] / "model.safetensors")) as weights:
+            done = httpx2.post(second.url + "/update_weights", json={"handle": weights.handle}, timeout=PATIENCE)
+            assert done.status_code == 200, done.text
+        third = successor(folders[0])
+        assert (found := ask(third))["token_ids"] == before["token_ids"] and found["weights_versions"] == [[0, 2]]
+        fourth = successor(folders[1])
+        assert (found := ask(fourth))["token_ids"] == after["token_ids"] and "weights_versions" not in found
+        assert any("weights are those of this command line" in line for line in fourth.log)
