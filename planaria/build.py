@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -30,6 +31,7 @@ from planaria.topology.outer import OuterLauncher
 from planaria.wire import Listens, Progress
 
 WORKER, ENGINE, PART = "planaria.worker.main", preload.ENGINE, "planaria.node_part"  # what processes run
+TELL_EVERY = 0.1  # seconds between two words on how loading goes
 
 
 def build_loop(config: EngineConfig, emit: Emit, *, again: bool = False, given: Memories | None = None) -> EngineLoop:
@@ -167,13 +169,25 @@ def run_agent(config: EngineConfig) -> int:
     ).run()  # fmt: skip
 
 
+def telling(emit: Emit, clock: Callable[[], float] = time.monotonic) -> Callable[[str, float], None]:
+    """For who hears of each tensor how loading goes, while those it tells hear that now and then and at the end: what a
+    front end has no room for would be behind it when the engine ends."""
+    last = -TELL_EVERY
+
+    def tell(part: str, fraction: float) -> None:
+        nonlocal last
+        if fraction >= 1 or clock() >= last + TELL_EVERY:
+            last = clock()
+            emit(Progress(part, fraction))
+
+    return tell
+
+
 def _inline(config: EngineConfig, emit: Emit) -> EngineLoop:
     """One rank in this process, called directly."""
     from planaria.worker.worker import make_rank
 
-    launcher = InlineLauncher(
-        lambda boot: make_rank(boot, lambda part, fraction: emit(Progress(part, fraction))), WORKER
-    )
+    launcher = InlineLauncher(lambda boot: make_rank(boot, telling(emit)), WORKER)
     return EngineLoop(config, launcher, lambda places, epoch: _direct(config, launcher), emit)
 
 
@@ -201,9 +215,7 @@ def _spmd(config: EngineConfig, outer: OuterLauncher, emit: Emit) -> EngineLoop:
         loop.clock, loop.agree, loop.share = link.clock, link.agree, link.share
         return link
 
-    launcher = ExternalLauncher(
-        outer, lambda boot: make_rank(boot, lambda part, fraction: emit(Progress(part, fraction))), circle
-    )
+    launcher = ExternalLauncher(outer, lambda boot: make_rank(boot, telling(emit)), circle)
     loop = EngineLoop(config, launcher, link_for, emit)
     return loop
 

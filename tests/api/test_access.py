@@ -46,6 +46,8 @@ async def test_api_keys(start):
         with pytest.raises(openai.AuthenticationError):
             await server.client(api_key="third").models.list()
         document = (await http.get("/openapi.json", headers={"authorization": "bearer first-key"})).json()
+        page = await http.get("/docs", headers={"authorization": "bearer first-key"})
+        assert page.status_code == 200 and "openapi.json" in page.text
         assert document["paths"][C]["post"]["security"] and "security" not in document["paths"]["/health"]["get"]
 
 

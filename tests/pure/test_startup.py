@@ -7,6 +7,7 @@ import logging
 import pytest
 from rich.progress import Progress
 
+from planaria.build import telling
 from planaria.cli.look import MOST_LINES, StartUpLines
 from planaria.executor.startup import FIRST_LINE, StartUp
 from planaria.wire import Phase
@@ -58,3 +59,13 @@ def test_the_log_says_what_takes_long_ever_less_often(caplog: pytest.LogCaptureF
     said = [record.getMessage() for record in caplog.records]
     assert said == [f"waiting for load for {s:.0f} s: ranks 1, 2" for s in (FIRST_LINE, 20, 40, 80)]
     assert [news.rank for news in told] == [0, 1, 2]
+
+
+def test_who_is_told_how_loading_goes_hears_it_now_and_then_and_the_end() -> None:
+    clock, told = Clock(), list[Part]()
+    tell = telling(told.append, clock)  # type: ignore[arg-type]
+    for number in range(300):
+        tell("weights", number / 300)
+        clock.now += 0.001
+    tell("weights", 1.0)
+    assert told[0] == Part("weights", 0.0) and told[-1] == Part("weights", 1.0) and 3 <= len(told) <= 5
