@@ -9,7 +9,8 @@ import sys
 def main(args: list[str] | None = None) -> int:
     """Run a command; exit code 2 for a user's mistake, 1 for a failure, each with one line on standard error."""
     words = sys.argv[1:] if args is None else args
-    if words[:1] != ["serve"] or any(word.startswith("--help") for word in words):
+    serves = words[:1] == ["serve"] and not any(word.startswith("--help") for word in words)
+    if not serves or sys.platform != "linux":  # elsewhere nothing is kept in processes, and _run says so
         return _run(words)
     from planaria.cli.early import begun
 

@@ -165,6 +165,8 @@ def test_what_serve_began_before_it_read_its_options_ends_with_it(
     assert len(begun) == 1 and not psutil.pid_exists(begun[0])
     monkeypatch.setattr("planaria.cli._run", lambda words: len(forkserver._early))
     assert main(["serve", "--help"]) == main(["models"]) == 0
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert main(["serve", "smollm2"]) == 0
 
 
 def test_port_in_use() -> None:
