@@ -7,6 +7,7 @@ number or an address; `ld...` are bytes from row to row, `rows` says which of Ba
 
 from __future__ import annotations
 
+import functools
 from typing import ClassVar
 
 CODE = 0
@@ -19,6 +20,7 @@ class Operation(int):
     code: ClassVar[int]
 
     @classmethod
+    @functools.cache
     def words(cls) -> dict[str, int]:
         """The number of each field's word."""
         found = {name: number for kind in reversed(cls.__mro__) for name, number in vars(kind).items()}
