@@ -18,6 +18,7 @@ import mmap
 import os
 import sys
 import time
+import weakref
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -93,8 +94,10 @@ class KVMemory:
 
     def __init__(self, fd: int, origin: Shared, keepers: Keepers | None = None) -> None:
         self._fd, self.origin, self.keepers = fd, origin, keepers
+        self._close = weakref.finalize(self, os.close, fd)  # also where its owner is only forgotten
         self._mapped: dict[tuple[int, int], Any] = {}  # parts on the device, by rank and number
-        self._words = memoryview(mmap.mmap(fd, PARTS * 8)).cast("q")
+        self._file = mmap.mmap(fd, PARTS * 8)
+        self._words = memoryview(self._file).cast("q")
 
     @classmethod
     def make(cls, ranks: int = 1, keepers: Keepers | None = None) -> KVMemory | None:
@@ -242,9 +245,12 @@ class KVMemory:
         self._mapped.clear()
 
     def end(self) -> None:
-        """Nobody goes on with it."""
+        """Nobody goes on with it: once other processes have let go of it, its memory is the system's again, whoever
+        still knows of it here."""
         self._drop()
         self.close()
+        self._words.release()
+        self._file.close()
 
     def _drop(self) -> None:
         """On devices there is nothing of it any more, but what somebody has mapped."""
@@ -254,4 +260,4 @@ class KVMemory:
     def close(self) -> None:
         """What is mapped stays until it is let go of."""
         self._mapped.clear()
-        os.close(self._fd)
+        self._close()

@@ -313,10 +313,8 @@ class EngineKeeper:
                 logger.warning("the engine process %d did not end in %.0f s: killed", self.handle.pid, EXIT_TIMEOUT)
                 self.handle.kill()
                 await self.task
-        if self.memory is not None and self.memory.keepers is not None:
+        if self.memory is not None:
             await in_thread(self.memory.end)
-        elif self.memory is not None:
-            self.memory.close()
         if self.weights is not None and self.handle.shares_memory:
             await in_thread(functools.partial(self.weights.forget, self.index))
 

@@ -4,9 +4,12 @@ themselves is not gone.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import signal
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -184,3 +187,29 @@ def test_a_rank_that_scribbles_costs_what_it_scribbled_on_when_kv_is_cut_anew(mo
 def test_more_ranks_than_it_has_parts_for_have_none() -> None:
     assert KVMemory.make(RANKS) is not None
     assert KVMemory.make(RANKS + 1) is None
+
+
+def held(inode: int) -> int:
+    """How often this process has a file, open and mapped."""
+    found = [int(line.split()[4]) for line in Path("/proc/self/maps").read_text().splitlines()]
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own
+            found.append(os.fstat(int(fd)).st_ino)
+    return found.count(inode)
+
+
+def test_what_nobody_goes_on_with_is_the_systems_again() -> None:
+    """Also while somebody knows of it: an engine that left is known until its circle of objects is collected."""
+    memory = KVMemory.make()
+    assert memory is not None and held(memory.origin.inode) == 3  # its descriptor, the mapping and that one's own
+    memory.end()
+    assert held(memory.origin.inode) == 0
+
+
+def test_what_is_forgotten_leaves_no_descriptor() -> None:
+    """As of an `LLM` over processes that its user lets go of."""
+    memory = KVMemory.make()
+    assert memory is not None
+    inode = memory.origin.inode
+    del memory
+    assert held(inode) == 0
