@@ -109,9 +109,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         float, Within("between 0 and 100", ge=0.0, le=100.0, asked="0 is greedy; default: the model's, else 1.")
     ] = 1.0
     top_k: Annotated[int, Within("-1 (off), 0 (off) or more", ge=-1)] = 0  # 0 or -1: off
-    top_p: Annotated[
-        float, Within("in (0, 1]", gt=0.0, le=1.0, asked="Left out, like top_k: the model's default.")
-    ] = 1.0
+    top_p: Annotated[float, Within("in (0, 1]", gt=0.0, le=1.0, asked="Left out, like top_k: the model's default.")] = (
+        1.0
+    )
     min_p: Annotated[float, Within("in [0, 1]", ge=0.0, le=1.0, asked="")] = 0.0
     presence_penalty: Annotated[float, Within("in [-2, 2]", ge=-2.0, le=2.0, asked="")] = 0.0
     frequency_penalty: Annotated[float, Within("in [-2, 2]", ge=-2.0, le=2.0, asked="")] = 0.0

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 LEASE = 30.0  # seconds that blocks are held for who comes for them
 
 
-
 class Fetch:
     """Blocks of a request on their way. hits: of memory, before them; missing: ranks that haven't answered (bits);
     usable: blocks from the first on that all who have answered have; lease: of the engine they come from, with those

@@ -13,7 +13,7 @@ MOST = 3  # files
 
 TRY = """
 import numpy as np
-from planaria.mesh.all2all import make
+from planaria.mesh.all2all import Shapes, make
 from planaria.models import model_config
 from planaria.protocol import Fresh
 from planaria.server.schema import CompletionRequest
@@ -33,7 +33,8 @@ assert row.edits and row.changes()[0].tolist() == [6]
 class Group:
     size, rank = 2, 0
 
-assert type(make("ring", Group(), 1, (8, 8))).__name__ == "Ring"
+shapes = Shapes(max_tokens=8, num_slots=4, top_k=2, hidden_size=16)
+assert type(make("ring", Group(), shapes)).__name__ == "Ring"
 for file, page in ((test_options.DOCS, test_options.page()), (test_api_fields.PAGE, test_api_fields.page())):
     assert file.read_text() != page, file
 """

@@ -163,7 +163,7 @@ def test_without_the_extras_their_name_is_said(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(foreign, "find_spec", lambda name: None)
     assert 'pip install "planaria[torch,transformers]"' in refusal("olmo", architectures=["OlmoForCausalLM"])
     monkeypatch.undo()
-    monkeypatch.setattr(foreign, "version", lambda name: "4.57.1")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "4.57.1")
     assert "4.57.1 is too old" in refusal("olmo", architectures=["OlmoForCausalLM"])
 
 

@@ -140,13 +140,18 @@ def test_a_model_drafts(told: tuple[str, list[Any]], tmp_path: Path) -> None:
 
 
 def all_are_right(llm: LLM) -> bool:
-    """Of a greedy request, where the model drafts for itself: of each step that checks some, the first."""
+    """Of greedy requests, where the model drafts for itself: of each step that checks some, the first. Drafts may not pay
+    for a while on a busy machine; sizes of steps that none had for long are tried again."""
     before = llm.stats.drafts
+    assert before is not None
     greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    llm.generate([PROMPTS[2]], greedy, use_tqdm=False)
-    after = llm.stats.drafts
-    assert before is not None and after is not None
-    return 0 < after.accepted[0] - before.accepted[0] == after.checks - before.checks
+    for _ in range(50):
+        llm.generate([PROMPTS[2]], greedy, use_tqdm=False)
+        after = llm.stats.drafts
+        assert after is not None
+        if after.checks > before.checks:
+            return after.accepted[0] - before.accepted[0] == after.checks - before.checks
+    return False
 
 
 LONG = pytest.mark.long

@@ -129,9 +129,15 @@ def test_all_serve_and_the_sums_are_right(server: Server, expected: list[Outcome
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         outcomes = list(pool.map(lambda line: line.stream(prompt), [line for some in both.values() for line in some]))
     assert len(set(map(str, outcomes))) == 1 and len(outcomes[0][0]) == TOKENS
-    after = metric(server, "vllm:request_success_total"), metric(server, "vllm:generation_tokens_total")
-    assert (after[0] - before[0], after[1] - before[1]) == (6, 6 * TOKENS)
-    assert metric(server, "vllm:time_to_first_token_seconds_count") == after[0]
+
+    def counted() -> tuple[float, float]:
+        """Since then. What one process has told is known to the others a moment later."""
+        now = metric(server, "vllm:request_success_total"), metric(server, "vllm:generation_tokens_total")
+        return now[0] - before[0], now[1] - before[1]
+
+    wait_until("all are counted", lambda: counted() == (6, 6 * TOKENS))
+    first = "vllm:time_to_first_token_seconds_count"
+    assert metric(server, first) == metric(server, "vllm:request_success_total")
     listed = httpx2.get(server.url + "/admin/processes").json()["processes"]
     assert Counter(row["role"] for row in listed) == {"server": 1, "api": 2, "engine": 2}
     assert {row["pid"] for row in listed if row["role"] == "api"} == set(apis(server))
