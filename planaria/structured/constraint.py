@@ -174,7 +174,7 @@ class Constraints:
         self._following: ThreadPoolExecutor | None = None
 
     def enter(self, grammar: str, eos_ids: Sequence[int], output: Sequence[int], *, goes_on: bool) -> Constraint:
-        """Of a row with this output so far; one that was late, of this or another row, where one was: its work goes on."""
+        """Of a row with this output so far; or one that was late, of this or another row: its work goes on."""
         key = grammar, tuple(eos_ids), tuple(output), goes_on
         if key in self._late:
             constraint = self._late[key].pop()

@@ -140,8 +140,8 @@ def test_a_model_drafts(told: tuple[str, list[Any]], tmp_path: Path) -> None:
 
 
 def all_are_right(llm: LLM) -> bool:
-    """Of greedy requests, where the model drafts for itself: of each step that checks some, the first. Drafts may not pay
-    for a while on a busy machine; sizes of steps that none had for long are tried again."""
+    """Of greedy requests, where the model drafts for itself: of each step that checks some, the first. Drafts may not
+    pay for a while on a busy machine; sizes of steps that none had for long are tried again."""
     before = llm.stats.drafts
     assert before is not None
     greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
