@@ -5,7 +5,7 @@ next, in the loop or in the world.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -58,6 +58,15 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def time(self) -> float:
         return self.world.now
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        """What a thread does takes no time."""
+        done = self.create_future()
+        try:
+            done.set_result(func(*args))
+        except Exception as e:
+            done.set_exception(e)
+        return done
 
     def _process_events(self, event_list: list[Any]) -> None: ...
 
