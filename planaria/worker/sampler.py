@@ -228,7 +228,7 @@ class Sampler:
         """As indices, and their states and histories: mostly those of the step before."""
         if rows != self._drew:
             states = [self._rows[row] for row in rows]
-            self._drew, self._found = rows, (np.array(rows), states, [state.history for state in states])
+            self._drew, self._found = list(rows), (np.array(rows), states, [state.history for state in states])
         return self._found
 
     def prepare(self, rows: list[int]) -> None:

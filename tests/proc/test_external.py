@@ -266,13 +266,18 @@ class Program:
         return found
 
 
-@pytest.mark.row("P26", "X5")
-def test_torchrun_gives_the_same_tokens_and_one_process_prints(generate: list[str], one_process: list[object]) -> None:
-    run = subprocess.run(
+def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
+    """`planaria` as two processes of it."""
+    return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
-         "-m", "planaria", *generate, "-tp", "2", "--distributed-executor-backend", "external_launcher"],
+         "-m", "planaria", *words, "--distributed-executor-backend", "external_launcher"],
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
+
+
+@pytest.mark.row("P26", "X5")
+def test_torchrun_gives_the_same_tokens_and_one_process_prints(generate: list[str], one_process: list[object]) -> None:
+    run = torchrun(*generate, "-tp", "2")
     lines = lines_of(run.stdout)
     assert [line["token_ids"] for line in lines] == one_process, run.stderr
     assert (lines[0]["executor"], lines[0]["link"], lines[0]["layout"]) == ("external_launcher", "spmd", "tp=2 pp=1")
@@ -281,11 +286,7 @@ def test_torchrun_gives_the_same_tokens_and_one_process_prints(generate: list[st
 @pytest.mark.row("P26", "P2")
 def test_torchrun_starts_engines_of_a_dense_model(generate: list[str], one_process: list[object]) -> None:
     """Each has a part of the prompts, and prints it."""
-    run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
-         "-m", "planaria", *generate, "-dp", "2", "--distributed-executor-backend", "external_launcher"],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    run = torchrun(*generate, "-dp", "2")
     lines = sorted(lines_of(run.stdout), key=lambda line: line["index"])
     assert [line["token_ids"] for line in lines] == one_process, run.stderr
     assert {line["layout"] for line in lines} == {"tp=1 pp=1"}
