@@ -294,11 +294,16 @@ class Play:
             await self._pause(5.0)
             if self.over.is_set():
                 return
-            events = self.server.stream(self.client, self.requests[number % len(self.requests)])
-            for _ in range(3):
-                await anext(events, None)
-            await events.aclose()  # type: ignore[attr-defined]
-            self.soak.left_early += 1
+            i = number % len(self.requests)
+            events = self.server.stream(self.client, self.requests[i])
+            try:
+                for _ in range(3):
+                    await anext(events, None)
+                await events.aclose()  # type: ignore[attr-defined]
+            except Exception as e:  # whatever a client could see
+                self.soak.failed.append(f"request {i}, whose client leaves: {type(e).__name__}: {e}")
+            else:
+                self.soak.left_early += 1
 
     async def neighbour(self) -> None:
         """Computes for ten seconds of each minute."""

@@ -3,13 +3,16 @@ rules of what counts as flat: `python -m benchmarks.soak`."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from benchmarks import false_alarms
-from benchmarks.deployment import Footprint
-from benchmarks.soak import FAULTS, RESIZED, Sample, Soak, growths, run, verdict
+from benchmarks.deployment import Footprint, Server
+from benchmarks.soak import FAULTS, RESIZED, Harm, Play, Sample, Soak, growths, run, verdict
 from planaria.cli.traces import Trace, TracedRequest
 from tests.proc.servers import needs_smollm2
 
@@ -38,6 +41,33 @@ def test_there_were_faults_of_every_kind_and_recoveries(soak: Soak) -> None:
     assert set(soak.faults) == set(FAULTS) and all(soak.faults.values())
     assert soak.recoveries["rank"] >= 1 and sum(soak.recoveries.values()) >= 2
     assert soak.samples and soak.samples[-1].total.processes == 6  # server, engine, a fork server of each, two ranks
+
+
+def test_what_a_client_that_leaves_is_refused_is_counted_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    play: Play
+
+    class Refuses:
+        asked = 0
+
+        async def stream(self, client: Any, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+            self.asked += 1
+            if self.asked == 1:
+                raise RuntimeError("503")
+            play.over.set()
+            yield {}
+
+    async def at_once(self: Play, seconds: float) -> None:
+        pass
+
+    async def leave() -> None:
+        nonlocal play
+        play = Play(cast("Server", Refuses()), cast("Any", None), cast("Harm", None), [{}])
+        await play.leave()
+
+    monkeypatch.setattr(Play, "_pause", at_once)
+    asyncio.run(leave())
+    assert play.soak.failed == ["request 0, whose client leaves: RuntimeError: 503"] and play.soak.left_early == 1
+    assert verdict(Soak(failed=play.soak.failed, samples=[Sample(0.0, 0, Footprint())]))
 
 
 @pytest.mark.long
