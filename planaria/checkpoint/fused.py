@@ -3,7 +3,7 @@
 Their rows are contiguous, so another index over the same bytes is all that is needed, and a rank still reads its own
 alone: Phi-3's q, k and v and its gate and up; a layer's experts as Transformers keeps them, `experts.gate_up_proj`
 [experts, 2 x size, hidden], gate rows first, and `experts.down_proj` [experts, hidden, size] (it writes them so with
-`save_original_format=False`); GPT-OSS's experts with their biases.
+`save_original_format=False`); GPT-OSS's experts with their biases; GraniteMoE's, under names of their own.
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ from planaria.errors import ModelError
 EXPERTS = re.compile(r"(.+)\.mlp\.experts\.(gate_up_proj|down_proj)(_bias|_blocks|_scales)?")
 ROUTER = re.compile(r"(.+)\.mlp\.gate\.weight")
 ROWS = re.compile(r"(.+)\.(self_attn\.qkv_proj|mlp\.gate_up_proj)\.(weight|bias)")
-OWN = {"mixtral": ("block_sparse_moe", ("w1", "w3", "w2"))}  # as the family's own checkpoints name them
+LINEARS = re.compile(r"(.+)\.block_sparse_moe\.(input|output)_linear\.weight")
+OWN = {  # as the family's own checkpoints name them
+    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
+    "granitemoe": ("block_sparse_moe", ("gate_proj", "up_proj", "down_proj")),
+}
 OTHERS = ("mlp", ("gate_proj", "up_proj", "down_proj"))
 
 
 def unfused(path: str, config: dict[str, Any], tensors: Sequence[TensorInfo]) -> list[TensorInfo]:
     """The tensors, with fused ones in as many parts as the model asks for. Raises ModelError naming a tensor that can't
     be divided."""
-    experts = any(EXPERTS.fullmatch(t.name) for t in tensors)
+    experts = any(EXPERTS.fullmatch(t.name) or LINEARS.fullmatch(t.name) for t in tensors)
     gpt_oss = config.get("model_type") == "gpt_oss"
     out: list[TensorInfo] = []
     for tensor in tensors:
@@ -68,12 +72,12 @@ def _rows(path: str, config: dict[str, Any], tensor: TensorInfo, match: re.Match
 
 def _experts(path: str, config: dict[str, Any], tensor: TensorInfo) -> Iterator[TensorInfo]:
     block, names = OWN.get(str(config.get("model_type")), OTHERS)
-    if fused := EXPERTS.fullmatch(tensor.name):
-        parts = names[:2] if fused[2] == "gate_up_proj" else names[2:]
+    if fused := EXPERTS.fullmatch(tensor.name) or LINEARS.fullmatch(tensor.name):
+        parts = names[:2] if fused[2] in ("gate_up_proj", "input") else names[2:]
         every = len(parts) * (tensor.shape[0] if tensor.shape else 0)
         if len(tensor.shape) != 3 or not every or tensor.shape[1] % len(parts):
             raise _undivided(path, tensor, f"{' and '.join(parts)} of each expert")
-        for number, part in enumerate(_each(tensor, every, (tensor.shape[1] // len(parts), tensor.shape[2]))):
+        for number, part in enumerate(divided(tensor, every, (tensor.shape[1] // len(parts), tensor.shape[2]))):
             which = parts[number % len(parts)]
             yield replace(part, name=f"{fused[1]}.{block}.experts.{number // len(parts)}.{which}.weight")
     elif router := ROUTER.fullmatch(tensor.name):
@@ -95,16 +99,16 @@ def _gpt_oss(path: str, tensor: TensorInfo, tensors: Sequence[TensorInfo]) -> It
     if len(shape) != {None: 3, "_bias": 2, "_blocks": 4}[fused[3]] or 0 in shape:
         raise _undivided(path, tensor, "those of each expert")
     if fused[3] == "_bias":
-        for number, part in enumerate(_each(tensor, shape[0], shape[1:])):
+        for number, part in enumerate(divided(tensor, shape[0], shape[1:])):
             yield replace(part, name=names.format(number) + "bias")
     elif fused[3] is None:
-        for number, part in enumerate(_each(tensor, shape[0], shape[1:])):
+        for number, part in enumerate(divided(tensor, shape[0], shape[1:])):
             yield replace(part, name=names.format(number) + "weight", kind="turned", shape=shape[:0:-1], parts=(part,))
     else:
         scales = next((t for t in tensors if t.name == f"{tensor.name.removesuffix('_blocks')}_scales"), None)
         if scales is None or scales.shape != shape[:3] or shape[3] != 16:
             raise _undivided(path, tensor, "MXFP4 blocks of 32 with a scale each")
-        pairs = zip(_each(tensor, shape[0], shape[1:]), _each(scales, shape[0], shape[1:3]), strict=True)
+        pairs = zip(divided(tensor, shape[0], shape[1:]), divided(scales, shape[0], shape[1:3]), strict=True)
         for number, pair in enumerate(pairs):
             size = (shape[1], shape[2] * 32)
             nbytes = sum(part.nbytes for part in pair)
@@ -112,7 +116,7 @@ def _gpt_oss(path: str, tensor: TensorInfo, tensors: Sequence[TensorInfo]) -> It
             yield replace(pair[0], name=name, kind="mxfp4", shape=size, nbytes=nbytes, parts=pair)
 
 
-def _each(tensor: TensorInfo, count: int, shape: tuple[int, ...]) -> Iterator[TensorInfo]:
+def divided(tensor: TensorInfo, count: int, shape: tuple[int, ...]) -> Iterator[TensorInfo]:
     """A tensor in `count` equal parts, which lie one after the other."""
     size = tensor.nbytes // count
     for number in range(count):

@@ -1,9 +1,9 @@
 """A GGUF file as a Checkpoint. What is converted is made once per content of the header and kept in the cache.
 
-The key is the SHA-256 of the header's bytes (and of rope_freqs): all that is converted comes from there, and hashing
-the weights would cost seconds per gigabyte. Which header a file has is remembered by path, size, inode and times, so
-that a second start reads none of it. A file split in parts (-00001-of-00003.gguf) is one checkpoint, whichever part
-was named.
+The key is the SHA-256 of the header's bytes (and of rope's factors): all that is converted comes from there, and
+hashing the weights would cost seconds per gigabyte. Which header a file has is remembered by path, size, inode and
+times, so that a second start reads none of it. A file split in parts (-00001-of-00003.gguf) is one checkpoint,
+whichever part was named.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def _content(parts: list[Path], headers: list[GGUFHeader]) -> str:
     for part, header in zip(parts, headers, strict=True):
         with part.open("rb") as f:
             digest.update(f.read(header.data_start))
-        digest.update(header.rope_freqs)
+        for name, data in sorted(header.rope.items()):
+            digest.update(name.encode() + data)
     return digest.hexdigest()
 
 
@@ -104,7 +105,7 @@ def _convert(headers: list[GGUFHeader], path: Path, folder: Path) -> None:
         meta,
         [t for h in headers for t in h.tensors],
         headers[0].data_start,
-        b"".join(h.rope_freqs for h in headers),
+        {name: data for h in headers for name, data in h.rope.items()},
     )
     config = convert_config(every, str(path))
     tokenizer = convert_tokenizer(meta, str(path))

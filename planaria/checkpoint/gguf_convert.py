@@ -7,9 +7,11 @@ import re
 import struct
 from typing import Any
 
-from planaria.checkpoint.fused import unfused
-from planaria.checkpoint.gguf_families import FAMILIES, LAYER, TOP
-from planaria.checkpoint.gguf_file import ROPE_FREQS, GGUFHeader, GGUFTensor
+from msgspec.structs import replace
+
+from planaria.checkpoint.fused import divided, unfused
+from planaria.checkpoint.gguf_families import EACH, FAMILIES, LAYER, TOP, family_of
+from planaria.checkpoint.gguf_file import ROPE, ROPE_FREQS, GGUFHeader, GGUFTensor
 from planaria.checkpoint.spec import TensorInfo
 from planaria.errors import ModelError
 
@@ -32,7 +34,8 @@ def convert_config(header: GGUFHeader, path: str) -> dict[str, Any]:
     """config.json of the same model. Raises ModelError for an architecture or a feature that isn't supported."""
     meta = header.metadata
     arch = str(meta.get("general.architecture", ""))
-    if arch not in FAMILIES:
+    family = family_of(meta)
+    if family is None:
         raise ModelError(
             f"{path}: GGUF architecture {arch or '(none)'} is not supported; these are: {', '.join(FAMILIES)}"
         )
@@ -49,8 +52,8 @@ def convert_config(header: GGUFHeader, path: str) -> dict[str, Any]:
             raise ModelError(f"{path}: {arch}.{key} must be a positive number, got {value!r}; get the file again")
         return value
 
-    if get("expert_count", 0):
-        raise ModelError(f"{path}: mixture-of-experts GGUF files are not supported; use the safetensors checkpoint")
+    if get("expert_count", 0) and f"{EACH}." not in "".join(family.layer.values()):
+        raise ModelError(f"{path}: {arch} with experts is not supported in a GGUF file; use the safetensors checkpoint")
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelError(f"{path}: no token_embd.weight matrix; the file is incomplete, get it again")
@@ -59,14 +62,12 @@ def convert_config(header: GGUFHeader, path: str) -> dict[str, Any]:
     head_dim = size("attention.key_length") if get("attention.key_length") is not None else hidden // heads
     if get("attention.value_length", head_dim) != head_dim:
         raise ModelError(f"{path}: values of another size than keys are not supported")
-    if "rope_factors_long.weight" in tensors:
-        raise ModelError(f"{path}: its rotary embedding has factors by length; use the safetensors checkpoint")
-    family = FAMILIES[arch]
+    mlp = "feed_forward_length" if get("feed_forward_length") is not None else "expert_feed_forward_length"
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         "hidden_size": hidden,
-        "intermediate_size": size("feed_forward_length"),
+        "intermediate_size": size(mlp),
         "num_hidden_layers": size("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
@@ -117,11 +118,12 @@ def convert_generation_config(header: GGUFHeader) -> dict[str, Any]:
 def convert_tensors(
     header: GGUFHeader, meta: dict[str, Any], config: dict[str, Any], file: int
 ) -> tuple[TensorInfo, ...]:
-    """One file's tensor index under Hugging Face's names; what isn't a weight (rope_freqs) is left out."""
-    family = FAMILIES[meta["general.architecture"]]
-    out = []
+    """One file's tensor index under Hugging Face's names; what isn't a weight (factors of rope) is left out."""
+    family = family_of(meta)
+    assert family is not None
+    out: list[TensorInfo] = []
     for t in header.tensors:
-        if t.name == ROPE_FREQS:
+        if t.name in ROPE:
             continue
         name = hf_name(t.name, family.layer) or t.name
         heads = 0
@@ -129,8 +131,22 @@ def convert_tensors(
             heads = config["num_attention_heads"]
         elif family.rotated and ".k_proj." in name:
             heads = config["num_key_value_heads"]
-        out.append(TensorInfo(name, t.kind, t.shape, file, t.offset, t.nbytes, heads))
+        info = TensorInfo(name, t.kind, t.shape, file, t.offset, t.nbytes, heads)
+        every = divided(info, t.shape[0], t.shape[1:]) if EACH in name else [info]
+        out += (_weight(replace(part, name=part.name.replace(EACH, str(i)))) for i, part in enumerate(every))
     return tuple(unfused("GGUF", config, out))
+
+
+def _weight(info: TensorInfo) -> TensorInfo:
+    """As the model's own checkpoint has it."""
+    if info.name.endswith(".sinks.weight"):
+        return replace(info, name=info.name.removesuffix(".weight"))
+    if info.name.endswith("_gate.weight") and len(info.shape) == 1:
+        return replace(info, shape=(1, *info.shape))
+    if info.kind == "mxfp4" and len(info.shape) == 2:  # a byte of scale, 16 of codes
+        blocks = replace(info, kind="u8", shape=(info.shape[0], info.shape[1] // 32, 17))
+        return replace(info, kind="mxfp4:blocks", parts=(blocks,))
+    return info
 
 
 def _main_kind(tensors: list[GGUFTensor]) -> str:
@@ -139,9 +155,11 @@ def _main_kind(tensors: list[GGUFTensor]) -> str:
 
 def _rope_scaling(header: GGUFHeader, arch: str, path: str) -> dict[str, Any] | None:
     meta = header.metadata
-    if header.rope_freqs:
-        factors = list(struct.unpack(f"<{len(header.rope_freqs) // 4}f", header.rope_freqs))
-        return _frequency_factors(factors, meta, arch)
+    factors = {name: list(struct.unpack(f"<{len(data) // 4}f", data)) for name, data in header.rope.items()}
+    if ROPE_FREQS in factors:
+        return _frequency_factors(factors[ROPE_FREQS], meta, arch)
+    if factors:
+        return _factors_by_length(factors, meta, arch, path)
     kind = meta.get(f"{arch}.rope.scaling.type", "none")
     factor = meta.get(f"{arch}.rope.scaling.factor", 0.0) or meta.get(f"{arch}.rope.scale_linear", 0.0)
     if kind == "none" and factor in (0.0, 1.0):
@@ -152,6 +170,22 @@ def _rope_scaling(header: GGUFHeader, arch: str, path: str) -> dict[str, Any] | 
     original = meta.get(f"{arch}.rope.scaling.original_context_length")
     if original:
         scaling["original_max_position_embeddings"] = original
+    return scaling
+
+
+def _factors_by_length(
+    factors: dict[str, list[float]], meta: dict[str, Any], arch: str, path: str
+) -> dict[str, Any]:  # fmt: skip
+    """Phi-3's, and what scores gain by them."""
+    _, short, long = ROPE
+    if set(factors) != {short, long}:
+        raise ModelError(f"{path}: {short} and {long} must both be there; get the file again")
+    scaling: dict[str, Any] = {"rope_type": "longrope", "short_factor": factors[short], "long_factor": factors[long]}
+    for theirs, ours in (
+        ("attn_factor", "attention_factor"), ("original_context_length", "original_max_position_embeddings")
+    ):  # fmt: skip
+        if (value := meta.get(f"{arch}.rope.scaling.{theirs}")) is not None:
+            scaling[ours] = value
     return scaling
 
 

@@ -22,12 +22,33 @@ LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+EACH = "*"  # an expert's number
 FOUR_NORMS = {
     **LAYER, "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }  # fmt: skip
+POST_NORMS = {**FOUR_NORMS, "attn_norm": "-", "ffn_norm": "-"}
 FUSED = {**LAYER, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 PLAIN_MLP = {**LAYER, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
+
+
+def _experts(block: str, router: str, gate: str, up: str, down: str) -> dict[str, str]:
+    """Of layers with experts. EACH: one tensor has all of them, [experts, ...]."""
+    names = {"ffn_gate_exps": gate, "ffn_up_exps": up, "ffn_down_exps": down}
+    return {**LAYER, "ffn_gate_inp": f"{block}.{router}"} | {
+        theirs: f"{block}.experts.{EACH}.{ours}" for theirs, ours in names.items()
+    }
+
+
+EXPERTS = _experts("mlp", "gate", "gate_proj", "up_proj", "down_proj")
+SHARED_EXPERT = {
+    **EXPERTS, "ffn_gate_inp_shexp": "mlp.shared_expert_gate", "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}  # fmt: skip
+SINKS = {
+    **_experts("mlp", "router", "gate_proj", "up_proj", "down_proj"), "attn_sinks": "self_attn.sinks",
+    "post_attention_norm": "post_attention_layernorm",
+}  # fmt: skip
 
 
 class GGUFFamily(NamedTuple):
@@ -79,6 +100,33 @@ def _starcoder2(get: Get, config: Config) -> Config:
     }  # fmt: skip
 
 
+def _mixture(get: Get, config: Config) -> Config:
+    return {"num_experts": get("expert_count"), "num_experts_per_tok": get("expert_used_count")}
+
+
+def _mixtral(get: Get, config: Config) -> Config:
+    return {"num_local_experts": get("expert_count"), "num_experts_per_tok": get("expert_used_count")}
+
+
+def _qwen_moe(get: Get, config: Config) -> Config:
+    return {**_mixture(get, config), "moe_intermediate_size": get("expert_feed_forward_length")}
+
+
+def _qwen2_moe(get: Get, config: Config) -> Config:
+    shared = get("expert_shared_feed_forward_length")
+    bias = config["attention_bias"]
+    return {**_qwen_moe(get, config), "shared_expert_intermediate_size": shared, "qkv_bias": bias}
+
+
+def _gpt_oss(get: Get, config: Config) -> Config:
+    """Gate and up are two tensors here; its rotary embedding rounds no limit."""
+    scaling = config["rope_scaling"]
+    return {
+        **_mixtral(get, config), "intermediate_size": get("expert_feed_forward_length"), "gate_and_up_apart": True,
+        "rope_scaling": {**scaling, "truncate": False} if scaling else None,
+    }  # fmt: skip
+
+
 FAMILIES = {  # Mistral's files say "llama"
     "llama": GGUFFamily("LlamaForCausalLM", "llama", rotated=True),
     "qwen2": GGUFFamily("Qwen2ForCausalLM", "qwen2"),
@@ -88,5 +136,33 @@ FAMILIES = {  # Mistral's files say "llama"
     "gemma3": GGUFFamily("Gemma3ForCausalLM", "gemma3_text", FOUR_NORMS, fields=_gemma3),
     "phi3": GGUFFamily("Phi3ForCausalLM", "phi3", FUSED),
     "granite": GGUFFamily("GraniteForCausalLM", "granite", rotated=True, fields=_granite),
+    "granitemoe": GGUFFamily(
+        "GraniteMoeForCausalLM",
+        "granitemoe",
+        _experts("block_sparse_moe", "router.layer", "gate_proj", "up_proj", "down_proj"),
+        rotated=True,
+        fields=lambda get, config: {**_granite(get, config), **_mixtral(get, config)},
+    ),
     "starcoder2": GGUFFamily("Starcoder2ForCausalLM", "starcoder2", PLAIN_MLP, fields=_starcoder2),
+    "smollm3": GGUFFamily("SmolLM3ForCausalLM", "smollm3", rotated=True),
+    "olmo2": GGUFFamily("Olmo2ForCausalLM", "olmo2", POST_NORMS),
+    "qwen2moe": GGUFFamily("Qwen2MoeForCausalLM", "qwen2_moe", SHARED_EXPERT, fields=_qwen2_moe),
+    "qwen3moe": GGUFFamily(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        EXPERTS,
+        fields=lambda get, config: {**_qwen_moe(get, config), "norm_topk_prob": True},
+    ),
+    "olmoe": GGUFFamily("OlmoeForCausalLM", "olmoe", EXPERTS, fields=_mixture),
+    "gpt-oss": GGUFFamily("GptOssForCausalLM", "gpt_oss", SINKS, fields=_gpt_oss),
 }
+MIXTRAL = GGUFFamily(
+    "MixtralForCausalLM", "mixtral", _experts("block_sparse_moe", "gate", "w1", "w3", "w2"), rotated=True,
+    fields=_mixtral,
+)  # fmt: skip
+
+
+def family_of(metadata: Config) -> GGUFFamily | None:
+    """None: not known here."""
+    arch = str(metadata.get("general.architecture", ""))
+    return MIXTRAL if arch == "llama" and metadata.get("llama.expert_count") else FAMILIES.get(arch)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from planaria.errors import ModelError
@@ -23,6 +23,7 @@ MAX_DIMS = 4
 MAX_NESTING = 4  # of arrays in arrays
 MAX_ALIGNMENT = 1 << 20
 ROPE_FREQS = "rope_freqs.weight"
+ROPE = (ROPE_FREQS, "rope_factors_short.weight", "rope_factors_long.weight")
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class GGUFHeader:
     metadata: dict[str, Any]
     tensors: list[GGUFTensor]
     data_start: int  # everything before it is the header
-    rope_freqs: bytes = b""  # of the tensor of that name: it belongs to the configuration
+    rope: dict[str, bytes] = field(default_factory=dict)  # of the tensors in ROPE: they belong to the configuration
 
 
 def read_header(path: str) -> GGUFHeader:
@@ -71,7 +72,7 @@ COMMON_TYPES = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2),
     2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34),
     10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
-    14: ("Q6_K", 256, 210), 20: ("IQ4_NL", 32, 18), 23: ("IQ4_XS", 256, 136),
+    14: ("Q6_K", 256, 210), 20: ("IQ4_NL", 32, 18), 23: ("IQ4_XS", 256, 136), 39: ("MXFP4", 32, 17),
 }  # fmt: skip
 NEEDS_GGUF = 'needs the gguf package to be unpacked: pip install "planaria[gguf]"'
 
@@ -139,9 +140,9 @@ class _Reader:
                     f"{self.path}: truncated: tensor {name} ends at byte {end} of {self.size}; get the file again"
                 )
             tensors.append(GGUFTensor(name, kind.lower(), shape, data_start + offset, nbytes))
-        freqs = next((t for t in tensors if t.name == ROPE_FREQS and t.kind == "f32"), None)
-        rope_freqs = self.buffer[freqs.offset : freqs.offset + freqs.nbytes] if freqs else b""
-        return GGUFHeader(metadata, tensors, data_start, rope_freqs)
+        of_rope = [t for t in tensors if t.name in ROPE and t.kind == "f32"]
+        rope = {t.name: self.buffer[t.offset : t.offset + t.nbytes] for t in of_rope}
+        return GGUFHeader(metadata, tensors, data_start, rope)
 
     def take(self, form: str) -> tuple[Any, ...]:
         values = struct.unpack_from(form, self.buffer, self.at)

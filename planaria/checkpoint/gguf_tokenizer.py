@@ -16,7 +16,15 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-SPLITS = {
+UPPER, LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+# letters with case, as DeepSeek's tokenizers list them
+CASED = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ"
+    "-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ"
+    "-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+IDEOGRAPHS = "[一-龥ࠀ-一가-퟿]+"
+SPLITS = {  # one after the other, where there are several
     "llama3": rf"{CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{SYMBOLS}",
     "qwen2": rf"{CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{SYMBOLS}",
     "tekken": (
@@ -24,6 +32,13 @@ SPLITS = {
         r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
         r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
+    "o200k": (
+        rf"[^\r\n\p{{L}}\p{{N}}]?[{UPPER}]*[{LOWER}]+{CONTRACTION}?"
+        rf"|[^\r\n\p{{L}}\p{{N}}]?[{UPPER}]+[{LOWER}]*{CONTRACTION}?"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "coder": ["[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", IDEOGRAPHS, r"\p{N}"],
+    "deepseek": ["[\r\n]", rf"\s?[{CASED}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", IDEOGRAPHS, r"\p{N}"],
 }
 # tokenizer.ggml.pre -> kind of split
 PRE = {
@@ -32,7 +47,7 @@ PRE = {
     "llama-bpe": "llama3", "llama3": "llama3", "llama-v3": "llama3", "falcon3": "llama3", "pixtral": "llama3",
     "dbrx": "llama3", "smaug-bpe": "llama3",
     "qwen2": "qwen2", "deepseek-r1-qwen": "qwen2", "stablelm2": "qwen2",
-    "tekken": "tekken",
+    "tekken": "tekken", "gpt-4o": "o200k", "deepseek-coder": "coder", "deepseek-llm": "deepseek", "megrez": "qwen2",
 }  # fmt: skip
 # these take a word that is in the vocabulary as it is, and begin a text with BOS where the file doesn't say
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
@@ -86,8 +101,12 @@ def _byte_level(meta: dict[str, Any], tokens: list[str], types: list[int], path:
             "pretokenizers", {"type": "Digits", "individual_digits": True}, {**level, "use_regex": True}
         )
     else:
-        regex = {"type": "Split", "pattern": {"Regex": SPLITS[split]}, "behavior": "Isolated", "invert": False}
-        pre_tokenizer = _sequence("pretokenizers", regex, {**level, "use_regex": False})
+        patterns = SPLITS[split]
+        cuts = [
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+            for pattern in ([patterns] if isinstance(patterns, str) else patterns)
+        ]
+        pre_tokenizer = _sequence("pretokenizers", *cuts, {**level, "use_regex": False})
     merges = [[left, right] for left, right in (merge.split(" ") for merge in meta["tokenizer.ggml.merges"])]
     whole_words = pre in WHOLE_WORDS
     return {

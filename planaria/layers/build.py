@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from planaria.kernels.ops import Ops
 from planaria.layers.decoder import Model
 from planaria.layers.weights import OnWeights, Packings, Source, WeightLoader
-from planaria.models.config import ModelConfig
+from planaria.models.config import ModelConfig, RopeConfig
 from planaria.models.shard import Shard
 
 log = logging.getLogger(__name__)
@@ -34,8 +34,10 @@ def build(
     load = WeightLoader(weights, ops, quantization, None if there else progress, num_weights, packings)
     length, local = max_positions or config.max_position, config.local_rope
     rope = load.rope(config.rope, config.head_dim, length)
-    ropes = rope, rope if local is None else load.rope(local, config.head_dim, length)
-    return kind(config, load, shard, ropes, ops)
+    ropes = [rope, rope if local is None else load.rope(local, config.head_dim, length)]
+    if config.without_positions:
+        ropes.append(load.rope(RopeConfig(kind="none", dim=config.rope.dim), config.head_dim, length))
+    return kind(config, load, shard, tuple(ropes), ops)
 
 
 def _check(config: ModelConfig, weights: Source, quantization: str, shard: Shard, kind: type[Model]) -> int:
@@ -46,7 +48,7 @@ def _check(config: ModelConfig, weights: Source, quantization: str, shard: Shard
         log.warning("%d tensors of the checkpoint are not part of %s and are ignored: %s",
                     len(extra), config.architecture, shown)  # fmt: skip
     checked = WeightLoader(weights, None, quantization)
-    kind(config, checked, shard, (None, None), None)
+    kind(config, checked, shard, (None,) * 3, None)
     return checked.num_weights
 
 
@@ -63,7 +65,7 @@ def unused(config: ModelConfig, weights: Source, kind: type[Model] = Model) -> l
     """Tensors that the model doesn't ask for. Raises ModelError, one line, for one that is missing or has another
     shape; nothing is read."""
     load = WeightLoader(weights, None, "keep")
-    kind(config, load, Shard.full(config), (None, None), None)
+    kind(config, load, Shard.full(config), (None,) * 3, None)
 
     def ignored(name: str) -> bool:
         unused_head = config.tie_word_embeddings or not config.has_logits

@@ -124,18 +124,16 @@ class DecoderLayer:
 
 class Model:
     """A decoder, or a stage of one, with its weights. `layers` is in order; call `make_kv` before the first step.
-    ropes: of layers without a window, and of those with one."""
+    ropes: of layers without a window, of those with one, and of those without positions."""
 
     def __init__(
-        self, c: ModelConfig, load: WeightLoader, shard: Shard, ropes: tuple[RopeTable, RopeTable], ops: Ops | None
+        self, c: ModelConfig, load: WeightLoader, shard: Shard, ropes: tuple[RopeTable, ...], ops: Ops | None
     ) -> None:
         self.config, self.shard, self._ops = c, shard, ops
         self.first, self.last = shard.first(), shard.last(c)  # does it embed tokens, does it end in logits
         tied, table = c.tie_word_embeddings and c.has_logits, (shard.vocab, c.vocab_size, c.hidden_size)
         self.embedding = load.table("model.embed_tokens", *table) if self.first or (tied and self.last) else None
-        self.layers = [
-            DecoderLayer(c, layer, load, shard, ropes[c.window(layer) is not None]) for layer in shard.layers
-        ]
+        self.layers = [DecoderLayer(c, layer, load, shard, ropes[c.rope_of(layer)]) for layer in shard.layers]
         self.norm = norm_of(c, load, "model.norm", c.logit_scale if c.has_logits else 1.0) if self.last else None
         self.head = self.embedding if tied else load.table("lm_head", *table) if self.last and c.has_logits else None
         labelled = self.last and c.head == "labels"

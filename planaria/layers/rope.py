@@ -82,6 +82,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, length: int) -> tuple[F
             return _llama3(_plain(base, exponents), p), 1.0
         case "longrope":
             return _longrope(base, exponents, length, p)
+        case "none":
+            return np.zeros_like(exponents), 1.0
     return _plain(base, exponents), 1.0
 
 

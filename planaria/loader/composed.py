@@ -63,15 +63,18 @@ def _turned(p: Wanted) -> Array:
 
 
 def _mxfp4(p: Wanted) -> Quantized:
-    """Codes [N, K / 32, 16], two neighbours along K in a byte, and exponents of 2 [N, K / 32]: exact in q8_0, as a
-    code's double is an integer; but a scale below 2^-23 is 0."""
+    """Codes [N, K / 32, 16], two neighbours along K in a byte, and exponents of 2 [N, K / 32]; or GGUF's blocks
+    [N, K / 32, 17] of an exponent and 16 bytes, where code i shares a byte with code i + 16. Exact in q8_0, as a code's
+    double is an integer; but a scale below 2^-23 is 0."""
     blocks = range(p.columns.start // BLOCK, p.columns.stop // BLOCK)
-    codes, exponents = (p.read(part, p.rows, blocks) for part in p.info.parts)
-    if exponents.max(initial=0) > 143:
-        raise ModelError(f"tensor {p.info.name}: a block's scale is 2^{int(exponents.max()) - 127}; get the file again")
-    values = np.stack([FP4[codes & 15], FP4[codes >> 4]], -1).reshape(*codes.shape[:2], BLOCK)
+    codes, *exponents = (p.read(part, p.rows, blocks) for part in p.info.parts)
+    axis, powers = (-1, exponents[0]) if exponents else (-2, codes[..., 0])
+    codes = codes[..., -BLOCK // 2 :]
+    if powers.max(initial=0) > 143:
+        raise ModelError(f"tensor {p.info.name}: a block's scale is 2^{int(powers.max()) - 127}; get the file again")
+    values = np.stack([FP4[codes & 15], FP4[codes >> 4]], axis).reshape(*codes.shape[:2], BLOCK)
     with np.errstate(under="ignore"):
-        scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - 128)
+        scales = np.ldexp(np.float32(1), powers.astype(np.int32) - 128)
     return _q8_0(values, scales)
 
 

@@ -11,7 +11,7 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Rotary embedding: base and, for `kind` other than "default", the scaling's own parameters by their HF names."""
 
     theta: float = 10000.0
-    kind: str = "default"  # default | linear | dynamic | yarn | llama3 | longrope
+    kind: str = "default"  # default | linear | dynamic | yarn | llama3 | longrope | none (nothing is turned)
     params: dict[str, Any] = {}
     dim: int | None = None  # rotated dimensions of a head; None: all
 
@@ -106,6 +106,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     norm_eps: float
     rope: RopeConfig
     local_rope: RopeConfig | None = None  # of layers with a window; None: the same
+    without_positions: tuple[int, ...] = ()  # layers that turn no query and no key
     activation: str = "silu"  # see `Operations.gated`
     mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # two: no gate
     layer_norms: bool = False  # with means and biases, in place of RMS norms
@@ -151,6 +152,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer, in tokens (the query itself counts), or None."""
         return self.windows[layer] if self.windows else None
+
+    def rope_of(self, layer: int) -> int:
+        """Which rotary embedding a layer has: 0 the model's, 1 that of windows, 2 none."""
+        return 2 if layer in self.without_positions else int(self.window(layer) is not None)
 
     @property
     def num_parameters(self) -> int:

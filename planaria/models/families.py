@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from planaria.models.common import FULL, WINDOWED, common, patterned, rotary, windows
+from planaria.models.common import FULL, WINDOWED, by_type, common, patterned, rotary, windows
 from planaria.models.config import ModelConfig
 from planaria.models.experts import dense_layers, mixture
 from planaria.models.fields import HF, MOST_LAYERS, flag, number, refuse, size
@@ -118,6 +118,33 @@ def deepseek_v3(hf: HF, generation: HF) -> HF:
     return {**latent(hf, generation, interleaved=flag(hf, "rope_interleave", True)), "moe": moe}
 
 
+@family("Olmo2ForCausalLM")
+def olmo2(hf: HF, generation: HF) -> HF:
+    """Norms of what a block adds alone; q and k are RMS-normalised over all heads together."""
+    absent = [f"model.layers.{i}.input_layernorm" for i in range(size(hf, "num_hidden_layers", most=MOST_LAYERS))]
+    absent += [name.replace("input", "pre_feedforward") for name in absent]
+    fields = common({"rms_norm_eps": 1e-5, **hf}, generation)
+    return {**fields, **biases(hf), "wide_qk_norm": True, "branch_norms": True, "absent_norms": tuple(absent)}
+
+
+@family("SmolLM3ForCausalLM")
+def smollm3(hf: HF, generation: HF) -> HF:
+    """Llama, with layers that know no positions: each fourth where `no_rope_layers` doesn't say."""
+    fields = llama({"rope_theta": 2e6, "tie_word_embeddings": True, **hf}, generation)
+    layers, every = fields["num_layers"], size(hf, "no_rope_layer_interval", 4)
+    turned = hf.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(layers)]
+    if not isinstance(turned, list) or len(turned) < layers or not {0, 1}.issuperset(turned):
+        raise refuse("no_rope_layers", turned, "must be a list of 0 and 1, one a layer")
+    types = hf.get("layer_types")
+    if types is None and flag(hf, "use_sliding_window") and hf.get("sliding_window") is not None:
+        types = [FULL if turned[i] else WINDOWED for i in range(layers)]
+    window = None if hf.get("sliding_window") is None else size(hf, "sliding_window")
+    return {
+        **fields, "windows": by_type(layers, types, window) if types else (),
+        "without_positions": tuple(i for i in range(layers) if not turned[i]),
+    }  # fmt: skip
+
+
 @family("GemmaForCausalLM")
 def gemma(hf: HF, generation: HF) -> HF:
     """Embeddings times sqrt(hidden size), norms' weights around 0, GELU (also where config.json says "gelu")."""
@@ -182,6 +209,16 @@ def granite(hf: HF, generation: HF) -> HF:
     }  # fmt: skip
 
 
+@family("GraniteMoeForCausalLM")
+def granite_moe(hf: HF, generation: HF) -> HF:
+    """Granite with experts in every layer; a token's weights are a softmax over those it chose."""
+    moe = mixture(
+        hf, count="num_local_experts", width="intermediate_size", default_k=2, renormalize=True,
+        block="block_sparse_moe", router="router.layer",
+    )  # fmt: skip
+    return {**granite(hf, generation), "moe": moe}
+
+
 @family("Starcoder2ForCausalLM")
 def starcoder2(hf: HF, generation: HF) -> HF:
     """Layer norms, a plain MLP, biases everywhere."""
@@ -205,9 +242,10 @@ def gpt_oss(hf: HF, generation: HF) -> HF:
     yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
     scaling = {} if hf.get("rope_scaling") or hf.get("rope_parameters") else {"rope_scaling": yarn}
     fields = common({"rope_theta": 150000.0, **hf, **scaling}, generation, head_dim=64)
+    apart = flag(hf, "gate_and_up_apart")  # in a GGUF file
     moe = mixture(
         hf, count="num_local_experts", width="intermediate_size", default_k=4, renormalize=True, biases=True,
-        router="router", names=("gate_up_proj", "down_proj"),
+        router="router", names=("gate_proj", "up_proj", "down_proj") if apart else ("gate_up_proj", "down_proj"),
     )  # fmt: skip
     bias = flag(hf, "attention_bias", True)
     return {

@@ -25,6 +25,7 @@ from tokenizers import Tokenizer as Backend
 
 from planaria.checkpoint import Checkpoint, resolve_checkpoint
 from planaria.checkpoint.gguf_file import shortest_float32
+from planaria.checkpoint.gguf_tokenizer import convert_tokenizer
 from planaria.errors import ModelError
 from planaria.server.tokenise import load_tokenizer
 from tests.model.gguf_files import write_gguf
@@ -313,6 +314,25 @@ def sentencepiece(text: str, tokens: list[str], scores: list[float], prefix: boo
         at = -best[1]
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
     return [i for p in parts for i in ([ids[p]] if p in ids else [3 + b for b in p.encode()])]
+
+
+@pytest.mark.parametrize(
+    ("pre", "cuts"),
+    [
+        ("gpt-4o", "HTTPServer| camel|Case| it's| DON'T| |123|45|./|a|\n| x| | y| 中文"),
+        ("deepseek-coder", "HTTPServer| camelCase| it|'|s| DON|'|T| |1|2|3|4|5|./|a|\n| x| | y| |中文"),
+        ("deepseek-llm", "HTTPServer| camelCase| it|'|s| DON|'|T| |1|2|3|4|5|./|a|\n| x| | y| |中文"),
+    ],
+)
+def test_how_a_text_is_cut(pre: str, cuts: str) -> None:
+    meta = {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.tokens": ["a", "b", "ab"],
+        "tokenizer.ggml.merges": ["a b"],
+    }  # fmt: skip
+    backend = Backend.from_str(json.dumps(convert_tokenizer(meta, "m.gguf")))
+    found = [text for text, _ in backend.pre_tokenizer.pre_tokenize_str(cuts.replace("|", ""))]
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    assert found == [level.pre_tokenize_str(cut)[0][0] for cut in cuts.split("|")]
 
 
 def test_unknown_tokenizers_are_refused(tmp_path: Path) -> None:
@@ -685,7 +705,7 @@ def test_unsupported_gguf(tmp_path: Path) -> None:
     assert "GGUF architecture gptneox is not supported; these are: llama" in refusal(
         write_gguf(tmp_path / "a.gguf", "gptneox")
     )
-    assert "mixture-of-experts" in refusal(write_gguf(tmp_path / "b.gguf", expert_count=8))
+    assert "qwen2 with experts is not supported" in refusal(write_gguf(tmp_path / "b.gguf", "qwen2", expert_count=8))
     assert "llama.block_count must be a positive number" in refusal(write_gguf(tmp_path / "c.gguf", block_count=None))
     bare = write_gguf(tmp_path / "d.gguf", tensors={"output.weight": np.zeros((2, 2), np.float32)})
     assert "no token_embd.weight" in refusal(bare)

@@ -4,7 +4,9 @@ whole, in chunks and batches, on both back ends, and by several ranks."""
 from __future__ import annotations
 
 import json
+import math
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from planaria import LLM, SamplingParams
 from planaria.checkpoint import resolve_checkpoint
 from planaria.checkpoint.gguf_families import FAMILIES as GGUF
-from planaria.checkpoint.gguf_families import TOP
+from planaria.checkpoint.gguf_families import TOP, family_of
 from planaria.kernels.cpu.ops import CpuOps
 from planaria.kernels.ops import Quantized
 from planaria.kernels.quant import dequantise
@@ -39,6 +41,8 @@ GRANITE = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.4,
     "logits_scaling": 0.3, "rms_norm_eps": 1e-2, **TIED,
 }  # fmt: skip
+NO_PAD = {"pad_token_id": None}
+FOUR = {"num_local_experts": 4, "num_experts_per_tok": 2}
 GPT_OSS = {
     "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 9, "intermediate_size": 64,
 }  # fmt: skip
@@ -56,9 +60,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", GRANITE),
     "starcoder2": ("starcoder2", {"sliding_window": 9, **TIED, "norm_epsilon": 1e-2}),
     "gpt-oss": ("gpt_oss", GPT_OSS),
+    "olmo2": ("olmo2", {"pad_token_id": None}),
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 2, "rope_parameters": {"rope_theta": 100.0}, **NO_PAD, **TIED}),
+    "granite-moe": ("granitemoe", {**GRANITE, **FOUR, "intermediate_size": 64}),
     "olmoe-clipped": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 0.8, "pad_token_id": None}),
 }  # fmt: skip
-GREEDY = ("gemma2", "gemma3", "phi4-mini", "granite", "starcoder2", "gpt-oss", "olmoe-clipped")
+GREEDY = (
+    "gemma2", "gemma3", "phi4-mini", "granite", "starcoder2", "gpt-oss", "olmoe-clipped", "olmo2", "smollm3",
+    "granite-moe",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +144,10 @@ def test_greedy_tokens_equal_those_of_transformers(name: str, checkpoint: Any) -
 
 
 UNEVEN = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "num_hidden_layers": 2}
-RANKS = [("gemma3", 2, 1), ("gemma2", 2, 2), ("starcoder2", 2, 1), ("gpt-oss", 2, 1), ("granite", 1, 2), ("phi3", 2, 1)]
+RANKS = [
+    ("gemma3", 2, 1), ("gemma2", 2, 2), ("starcoder2", 2, 1), ("gpt-oss", 2, 1), ("granite", 1, 2), ("phi3", 2, 1),
+    ("olmo2", 2, 1), ("smollm3", 2, 1), ("granite-moe", 2, 1),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -213,15 +226,24 @@ GGUF_META: dict[str, dict[str, Any]] = {
     "phi3": {"attention.sliding_window": 9},
     "granite": {"embedding_scale": 3.0, "residual_scale": 0.22, "attention.scale": 0.4, "logit_scale": 0.3},
     "starcoder2": {"attention.layer_norm_epsilon": 1e-2, "attention.sliding_window": 9},
+    "olmo2": {}, "smollm3": {"rope.freq_base": 100.0},
+    "phi4-mini": {"rope.dimension_count": 12, "rope.scaling.original_context_length": 32,
+                  "rope.scaling.attn_factor": math.sqrt(1 + math.log(256 / 32) / math.log(32))},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("arch", GGUF_META)
-def test_gguf_files_of_these_families(arch: str, checkpoint: Any, tmp_path: Path) -> None:
+GGUF_FIELDS: dict[str, dict[str, Any]] = {
+    "gemma2": {"query_pre_attn_scalar": 32, "layer_types": None},
+    "gemma3": {"query_pre_attn_scalar": 32, "layer_types": None, "num_hidden_layers": 6},
+    "smollm3": {"no_rope_layer_interval": 4, "num_hidden_layers": 4},
+}
+
+
+@pytest.mark.parametrize("case", GGUF_META)
+def test_gguf_files_of_these_families(case: str, checkpoint: Any, tmp_path: Path) -> None:
     """Written from a checkpoint as llama.cpp's converter does: names, 1 added to Gemma's norms, rows turned."""
-    more = {"gemma2": {"query_pre_attn_scalar": 32, "layer_types": None}, "gemma3": {
-        "query_pre_attn_scalar": 32, "layer_types": None, "num_hidden_layers": 6}}.get(arch, {})  # fmt: skip
-    folder, reference = checkpoint(arch, **more)
+    folder, reference = checkpoint(case, **GGUF_FIELDS.get(case, {}))
+    arch = "phi3" if case == "phi4-mini" else case
     config = reference.config
     back = {value: key for key, value in GGUF[arch].layer.items()}
     tensors = {}
@@ -229,7 +251,7 @@ def test_gguf_files_of_these_families(arch: str, checkpoint: Any, tmp_path: Path
         if "norm.weight" in name and "gemma" in arch:
             values = values + np.float32(1)
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-        if arch == "granite" and heads:
+        if GGUF[arch].rotated and heads:
             values = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
         stem, _, suffix = name.rpartition(".")
         top = {value: key for key, value in TOP.items()}.get(stem)
@@ -238,9 +260,86 @@ def test_gguf_files_of_these_families(arch: str, checkpoint: Any, tmp_path: Path
     sizes = {"block_count": config.num_hidden_layers, "attention.head_count": 4, "attention.head_count_kv": 2}
     if hasattr(config, "head_dim") and "gemma" in arch:
         sizes |= {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
-    meta = {f"{arch}.{key}": value for key, value in GGUF_META[arch].items()}
+    meta = {f"{arch}.{key}": value for key, value in GGUF_META[case].items()}
+    if case == "phi4-mini":
+        tensors |= {f"rope_factors_{kind}.weight": np.float32(LONG[f"{kind}_factor"]) for kind in ("short", "long")}
     meta[f"{arch}.attention.layer_norm_rms_epsilon"] = getattr(config, "rms_norm_eps", 1e-5)
     path = write_gguf(tmp_path / "m.gguf", arch, meta, tensors, **{k.replace(".", "__"): v for k, v in sizes.items()})
+    ops = CpuOps("float32", 2)
+    driver, draw = Driver(make_model(path, ops), ops, block_size=16), random.Random(arch)
+    prompt = [draw.randrange(131) for _ in range(41)]
+    with torch.no_grad():
+        wanted = reference(torch.tensor([prompt])).logits[0]
+    assert distance(driver.whole(0, prompt), wanted) < TOLERANCE
+    ops.close()
+
+
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+GGUF_EXPERTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # Transformers' type, its fields, the header's
+    "llama": ("mixtral", {**FOUR, "intermediate_size": 64}, {"feed_forward_length": 64}),
+    "qwen2moe": ("qwen2_moe", {**EXPERTS, **NO_PAD, "shared_expert_intermediate_size": 48, "norm_topk_prob": False}, {
+        "expert_feed_forward_length": 32, "expert_shared_feed_forward_length": 48}),
+    "qwen3moe": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True, "head_dim": 32}, {
+        "expert_feed_forward_length": 32, "attention.key_length": 32, "attention.value_length": 32}),
+    "olmoe": ("olmoe", {**EXPERTS, **NO_PAD, "intermediate_size": 64}, {"feed_forward_length": 64}),
+    "granitemoe": ("granitemoe", {**GRANITE, **FOUR, "intermediate_size": 64}, {
+        "feed_forward_length": 64, **GGUF_META["granite"]}),
+    "gpt-oss": ("gpt_oss", GPT_OSS, {
+        "feed_forward_length": 64, "expert_feed_forward_length": 64, "attention.sliding_window": 9,
+        "attention.key_length": 16, "attention.value_length": 16, "rope.scaling.factor": 32.0,
+        "rope.scaling.type": "yarn", "rope.scaling.original_context_length": 4096}),
+}  # fmt: skip
+
+
+def theta_of(config: Any) -> float:
+    return float(config.rope_parameters["rope_theta"])
+
+
+def as_gguf(tensors: dict[str, Any], family: Any, heads: dict[str, int]) -> dict[str, Any]:
+    """Tensors under Hugging Face's names as llama.cpp's converter writes them, experts together."""
+    back = {value: key for key, value in family.layer.items()}
+    found: dict[str, Any] = {}
+    for name, values in tensors.items():
+        stem, _, suffix = name.rpartition(".")
+        if suffix == "sinks":
+            stem, suffix = name, "weight"
+        if family.rotated and (count := heads.get(stem.rpartition(".")[2])):
+            values = values.reshape(count, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+        if stem.endswith("shared_expert_gate"):
+            values = values[0]
+        if name.endswith(f"gate_up_proj.{suffix}"):
+            turns = {stem.replace("gate_up", part): values[i::2] for i, part in enumerate(("gate", "up"))}
+        else:
+            turns = {stem: values}
+        for each, part in turns.items():
+            _, _, layer, rest = [*each.split(".", 3), "", "", ""][:4]
+            top = {value: key for key, value in TOP.items()}.get(each)
+            of_layer = f"blk.{layer}.{back.get(re.sub('[.][0-9]+[.]', '.*.', rest))}"
+            found.setdefault(f"{top or of_layer}.{suffix}", []).append(part)
+    return {
+        name: np.ascontiguousarray(np.stack(parts) if "_exps" in name else parts[0]) for name, parts in found.items()
+    }
+
+
+@pytest.mark.parametrize("arch", GGUF_EXPERTS)
+def test_gguf_files_with_experts(arch: str, tmp_path: Path) -> None:
+    kind, overrides, header = GGUF_EXPERTS[arch]
+    folder = write_checkpoint(tmp_path / "checkpoint", kind, **overrides)
+    reference, found = load_reference(folder), resolve_checkpoint(str(folder))
+    with WeightSource(found) as source:
+        names = sorted(
+            source.names(), key=lambda name: [int(part) if part.isdigit() else 0 for part in name.split(".")]
+        )
+        tensors = {name: np.array(source.get(name)) for name in names}
+    config = reference.config
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    meta = {"expert_count": 4, "expert_used_count": 2, **header}
+    meta |= {"attention.layer_norm_rms_epsilon": config.rms_norm_eps, "rope.freq_base": theta_of(config)}
+    family = family_of({"general.architecture": arch, "llama.expert_count": 4})
+    path = write_gguf(
+        tmp_path / "m.gguf", arch, {f"{arch}.{key}": value for key, value in meta.items()},
+        as_gguf(tensors, family, heads), attention__head_count_kv=config.num_key_value_heads, feed_forward_length=None,
+    )  # fmt: skip
     ops = CpuOps("float32", 2)
     driver, draw = Driver(make_model(path, ops), ops, block_size=16), random.Random(arch)
     prompt = [draw.randrange(131) for _ in range(41)]

@@ -260,7 +260,7 @@ def test_by_its_plan_a_model_is_cut(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "family, ranks", [("cohere2", 1), ("phi", 2), pytest.param("olmo2", 2, marks=pytest.mark.long)]
+    "family, ranks", [("cohere2", 1), ("phi", 2), pytest.param("olmo3", 2, marks=pytest.mark.long)]
 )
 def test_a_killed_rank_loses_nothing(
     family: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

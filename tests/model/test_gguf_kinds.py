@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
 
 from planaria.checkpoint import resolve_checkpoint
 from planaria.kernels.blocks import KINDS
@@ -86,3 +87,57 @@ def test_a_tensor_rank_has_its_part_packed(file: Path, monkeypatch: pytest.Monke
     assert len(down) == LAYERS and all(isinstance(w, Quantized) for w in packed)
     assert all(w.skip == 384 % KINDS[w.kind].elements for w in down)
     ops.close()
+
+
+@pytest.mark.parametrize(("kind", "down"), [("q4_k", "q6_k"), ("iq4_nl", "q8_0"), ("mxfp4", "mxfp4")])
+def test_experts_stay_packed(kind: str, down: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they lie in a file, all of a layer in one tensor; MXFP4 as 8-bit blocks that say the same."""
+    monkeypatch.setenv("PLANARIA_CACHE", str(tmp_path / "cache"))
+    draw, experts = np.random.default_rng(0), 4
+    tensors: dict[str, Any] = {"output_norm.weight": np.ones(HIDDEN, np.float32)}
+
+    def plain(name: str, *shape: int) -> None:
+        tensors[f"{name}.weight"] = (draw.standard_normal(shape) * shape[-1] ** -0.5).astype(np.float32)
+
+    def packed(name: str, rows: int, columns: int, kind: str) -> None:
+        if kind == "mxfp4":
+            blocks = draw.integers(0, 256, (experts * rows, columns // 32, 17), np.uint8)
+            blocks[..., 0] = 120  # 2^-7
+        else:
+            blocks = random_blocks(kind, experts * rows, columns, seed=len(tensors)).data
+        tensors[f"{name}.weight"] = blocks.reshape(experts, rows, -1), GGMLQuantizationType[kind.upper()]
+
+    plain("token_embd", VOCAB, HIDDEN)
+    for norm in ("attn_norm", "ffn_norm"):
+        tensors[f"blk.0.{norm}.weight"] = np.ones(HIDDEN, np.float32)
+    for norm in ("attn_q_norm", "attn_k_norm"):
+        tensors[f"blk.0.{norm}.weight"] = np.ones(HIDDEN // 4, np.float32)
+    for name, rows in (("attn_q", HIDDEN), ("attn_k", 128), ("attn_v", 128), ("attn_output", HIDDEN)):
+        plain(f"blk.0.{name}", rows, HIDDEN)
+    plain("blk.0.ffn_gate_inp", experts, HIDDEN)
+    packed("blk.0.ffn_gate_exps", INNER, HIDDEN, kind)
+    packed("blk.0.ffn_up_exps", INNER, HIDDEN, kind)
+    packed("blk.0.ffn_down_exps", HIDDEN, INNER, down)
+    file = write_gguf(
+        tmp_path / "m.gguf", "qwen3moe", {"qwen3moe.attention.layer_norm_rms_epsilon": 1e-5}, tensors,
+        embedding_length=HIDDEN, block_count=1, feed_forward_length=INNER, expert_feed_forward_length=INNER,
+        expert_count=experts, expert_used_count=2,
+    )  # fmt: skip
+    values = {
+        name: dequantize(value[0], value[1]) if isinstance(value, tuple) else value for name, value in tensors.items()
+    }
+    same = write_gguf(
+        tmp_path / "same.gguf", "qwen3moe", {"qwen3moe.attention.layer_norm_rms_epsilon": 1e-5}, values,
+        embedding_length=HIDDEN, block_count=1, feed_forward_length=INNER, expert_feed_forward_length=INNER,
+        expert_count=experts, expert_used_count=2,
+    )  # fmt: skip
+    tokens, found = [(7 * i * i + 3) % VOCAB for i in range(40)], []
+    for path in (same, file):
+        ops = CpuOps("float32", 2)
+        model = model_of(path, ops, "keep")
+        if path == file:
+            assert model._expert_bytes() < 3 * experts * INNER * HIDDEN * 1.2
+        found.append(Driver(model, ops, block_size=16).whole(0, tokens).log_softmax(-1))
+        ops.close()
+    divergence = torch.sum(found[0].exp() * (found[0] - found[1]), -1)
+    assert float(divergence.median()) < 1e-5
