@@ -28,9 +28,10 @@ RAY = "tests/ray/"
 LONGEST_FIRST = (
     "ray/test_ray.py", "ray/test_facts.py", "ray/test_fleet.py", "ray/test_lanes.py", "ray/test_fleet_networks.py",
     "ray/test_losses.py", "ray/test_fault_matrix.py", "ray/test_without_ray.py", "ray/test_cluster.py",
-    "ray/test_devices.py", "model/test_exact.py", "model/test_parallel.py", "proc/test_node_loss.py",
+    "ray/test_devices.py", "sim/test_sim.py", "model/test_exact.py", "proc/test_expert_slices.py", "model/test_gpu_kernels.py",
+    "proc/test_prefill_decode.py", "proc/test_context.py", "proc/test_dbo.py", "proc/test_sleep.py", "proc/test_pods.py", "model/test_foreign.py", "model/test_parallel.py", "proc/test_node_loss.py",
     "proc/test_fault_matrix.py", "proc/test_recovery.py", "proc/test_expert_nodes.py", "proc/test_fleet_nodes.py",
-    "proc/test_nodes.py", "sim/test_sim.py", "proc/test_fleet.py", "proc/test_api_servers.py", "proc/test_soak.py",
+    "proc/test_nodes.py", "proc/test_fleet.py", "proc/test_api_servers.py", "proc/test_soak.py",
     "proc/test_engine_death.py", "proc/test_expert_travel.py", "proc/test_balancing.py",
     "proc/test_expert_parallel.py", "proc/test_cli.py", "proc/test_serve.py", "proc/test_external.py",
     "proc/test_mp.py", "proc/test_invariant.py", "proc/test_every_prompt.py", "proc/test_links.py",

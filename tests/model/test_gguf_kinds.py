@@ -32,8 +32,7 @@ MIXES = {
 
 
 @pytest.fixture(params=MIXES)
-def file(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PLANARIA_CACHE", str(tmp_path / "cache"))
+def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     kinds, other = MIXES[request.param]
     tensors: dict[str, Any] = {"output_norm.weight": np.ones(HIDDEN, np.float32)}
 
@@ -90,9 +89,8 @@ def test_a_tensor_rank_has_its_part_packed(file: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("kind", "down"), [("q4_k", "q6_k"), ("iq4_nl", "q8_0"), ("mxfp4", "mxfp4")])
-def test_experts_stay_packed(kind: str, down: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_stay_packed(kind: str, down: str, tmp_path: Path) -> None:
     """As they lie in a file, all of a layer in one tensor; MXFP4 as 8-bit blocks that say the same."""
-    monkeypatch.setenv("PLANARIA_CACHE", str(tmp_path / "cache"))
     draw, experts = np.random.default_rng(0), 4
     tensors: dict[str, Any] = {"output_norm.weight": np.ones(HIDDEN, np.float32)}
 
