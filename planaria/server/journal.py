@@ -97,33 +97,37 @@ class Journal:
     # -- in the thread
 
     def _run(self, said: Callable[[list[JournalNews]], None]) -> None:
-        while True:
+        goes_on = True
+        while goes_on:
             with self._changed:
                 self._began = 0.0
-                while not self._closing and not self._round and not self._ready(time.monotonic()):
-                    self._changed.wait(self._pause(time.monotonic()))
-                now = self._began = time.monotonic()
-                batch = self.queue.batch(again=self._closing or now >= self._retry)
-            news = self._carry_out(batch)
-            failing = any(one.what in ("failing", "lost") for one in news)
-            if failing:
-                self._retry = now + RETRY
-            self._plan(time.monotonic())
-            if self._round:
-                news += self._sync(self._round.pop(0))
-            if news:
-                said(news)
-            if self._closing and not self._round and (failing or not batch):
-                return
+                while (seconds := self.pause(time.monotonic())) != 0.0:
+                    self._changed.wait(seconds)
+            goes_on = self.turn(said)
 
-    def _ready(self, now: float) -> bool:
+    def pause(self, now: float) -> float | None:
+        """Seconds until there is something to do; None: until something is put."""
         queue = self.queue
-        fresh = any(id not in queue.failing for id in queue.waiting)
-        return fresh or (not queue.idle and now >= self._retry) or 0.0 < self._due <= now
-
-    def _pause(self, now: float) -> float | None:
-        ends = [end for end, wanted in ((self._due, self._due > 0.0), (self._retry, not self.queue.idle)) if wanted]
+        if self._closing or self._round or any(id not in queue.failing for id in queue.waiting):
+            return 0.0
+        ends = [end for end, wanted in ((self._due, self._due > 0.0), (self._retry, not queue.idle)) if wanted]
         return max(0.0, min(ends) - now) if ends else None
+
+    def turn(self, said: Callable[[list[JournalNews]], None]) -> bool:
+        """Write what there is to write, sync a file. False: it was the last turn."""
+        with self._changed:
+            now = self._began = time.monotonic()
+            batch = self.queue.batch(again=self._closing or now >= self._retry)
+        news = self._carry_out(batch)
+        failing = any(one.what in ("failing", "lost") for one in news)
+        if failing:
+            self._retry = now + RETRY
+        self._plan(time.monotonic())
+        if self._round:
+            news += self._sync(self._round.pop(0))
+        if news:
+            said(news)
+        return not self._closing or bool(self._round) or (bool(batch) and not failing)
 
     def _carry_out(self, batch: list[Op]) -> list[JournalNews]:
         news: list[JournalNews] = []

@@ -73,7 +73,26 @@ from tests.sim.memory_mutations import (
     write_down_what_is_planned,
 )
 from tests.sim.process import SimWorker
+from tests.sim.restart_mutations import (
+    acknowledge_at_once,
+    acknowledge_before_the_sync,
+    believe_what_could_not_be_synced,
+    drop_what_failed,
+    end_it_twice,
+    forget_what_was_drawn,
+    leave_names_unsynced,
+    leave_numbers_out_of_what_is_short,
+    leave_records_unchecked,
+    leave_the_key_out,
+    leave_the_torn_tail,
+    leave_what_is_half_written,
+    remove_before_it_is_replaced,
+    tell_before_it_is_written,
+    tell_the_last_event_again,
+    write_over_what_is_there,
+)
 from tests.sim.scenario import VOCAB
+from tests.sim.seeds import restart, simulate
 from tests.sim.tier_mutations import (
     believe_the_first_rank,
     forget_the_interleave,
@@ -105,6 +124,14 @@ class Mutation:
     worker: Any = SimWorker
     keyed: bool = True  # what the model draws depends on the position
     soon: int = 0  # a seed soon after which it is noticed
+    restarts: bool = False  # a server's, not its engines'
+
+    def run(self, seed: int) -> None:
+        """Raises Violation."""
+        if self.restarts:
+            restart(seed)
+        else:
+            simulate(seed, self.worker, keyed=self.keyed)
 
 
 @contextmanager
@@ -312,6 +339,7 @@ WRONG_TOKENS = frozenset({"tokens", "index", "ranks agree", "plan", "only commit
 MISPLACED = frozenset({"held", "same maps"})
 TIER = WRONG_TOKENS | {"same bytes"}
 STUCK = frozenset({"ends", "verdict", "health"})
+DURABLE = frozenset({"durable", "leaks"})
 MUTATIONS = [
     Mutation("replay only the prompt", replay_only_the_prompt, WRONG_TOKENS),
     Mutation("keep block tables after a loss", keep_block_tables, WRONG_TOKENS),
@@ -394,4 +422,20 @@ MUTATIONS = [
     Mutation("give nobody a slot", starve_who_waits, frozenset({"ends"})),
     Mutation("forget the adapter", forget_the_adapter, WRONG_TOKENS | {"leaks"}),
     Mutation("count bytes when they are prepared", count_bytes_when_they_are_prepared, frozenset({"bytes"})),
+    Mutation("acknowledge before the sync", acknowledge_before_the_sync, DURABLE, restarts=True),
+    Mutation("acknowledge at once", acknowledge_at_once, DURABLE, restarts=True),
+    Mutation("leave names unsynced", leave_names_unsynced, DURABLE, restarts=True),
+    Mutation("believe what could not be synced", believe_what_could_not_be_synced, DURABLE, restarts=True),
+    Mutation("write over what is there", write_over_what_is_there, DURABLE, restarts=True),
+    Mutation("remove before it is replaced", remove_before_it_is_replaced, DURABLE, restarts=True),
+    Mutation("leave what is half written", leave_what_is_half_written, DURABLE, restarts=True),
+    Mutation("leave the torn tail", leave_the_torn_tail, DURABLE, restarts=True),
+    Mutation("leave records unchecked", leave_records_unchecked, DURABLE, restarts=True),
+    Mutation("tell before it is written", tell_before_it_is_written, DURABLE, restarts=True),
+    Mutation("leave numbers out of what is short", leave_numbers_out_of_what_is_short, DURABLE, restarts=True),
+    Mutation("forget what was drawn", forget_what_was_drawn, DURABLE, restarts=True),
+    Mutation("end it twice", end_it_twice, DURABLE, restarts=True),
+    Mutation("drop what failed", drop_what_failed, DURABLE | {"ends"}, restarts=True),
+    Mutation("tell the last event again", tell_the_last_event_again, DURABLE, restarts=True),
+    Mutation("leave the key out", leave_the_key_out, DURABLE, restarts=True),
 ]

@@ -18,7 +18,7 @@ import pytest
 
 from tests.sim.deployment import Deployment
 from tests.sim.mutations import MUTATIONS, Mutation
-from tests.sim.seeds import FLEETS, history, simulate
+from tests.sim.seeds import FLEETS, history, restart, simulate
 from tests.sim.simulation import Simulation
 from tests.sim.world import Violation
 
@@ -45,11 +45,11 @@ def run_part(first: int) -> Found:
     counts: Counter[str] = Counter()
     for seed in range(first, first + PART):
         try:
-            sim = simulate(seed)
+            sim, server = simulate(seed), restart(seed)
         except Exception as e:
             failed.append((seed, f"{type(e).__name__}: {e}"))
             continue
-        counts += sim.counts
+        counts += sim.counts + server.counts
         counts["requests"] += len(sim.client.answers)
         counts["tokens"] += sum(len(answer.tokens) for answer in sim.client.answers.values())
         counts["engines that gave up"] += isinstance(sim, Simulation) and sim.dead is not None
@@ -59,13 +59,14 @@ def run_part(first: int) -> Found:
 def test_a_seed_is_replayed(one_seed: int | None, capsys: pytest.CaptureFixture[str]) -> None:
     """With --seed it is the only test that runs."""
     found: Violation | None = None
-    try:
-        told = history(simulate(0 if one_seed is None else one_seed))
-    except Violation as e:
-        found, told = e, "\n".join(e.__notes__)
-    if one_seed is not None:
-        with capsys.disabled():
-            print(f"\n{told}")
+    for run in (simulate, restart):
+        try:
+            told = history(run(0 if one_seed is None else one_seed))  # type: ignore[operator]
+        except Violation as e:
+            found, told = e, "\n".join(e.__notes__)
+        if one_seed is not None:
+            with capsys.disabled():
+                print(f"\n{told}")
     assert found is None, f"{found}"
 
 
@@ -92,7 +93,9 @@ def test_no_fault_loses_repeats_or_changes_anything(seeds: int) -> None:
         "KV kept", "KV adopted", "KV cut anew", "blocks found scribbled over",
         "blocks saved", "blocks brought back", "blocks found damaged", "loads given up", "disk: slow",
         "fleets of two kinds", "prompts handed over", "blocks from another engine",
-        "adapters put", "LoadLora", "UnloadLora",
+        "adapters put", "LoadLora", "UnloadLora", "responses", "responses refused", "server: kill", "server: shutdown",
+        "server: kill in a call", "server: power", "server: power in a call", "journal: disk fails",
+        "journal: disk hangs",
     )  # fmt: skip
     for kind in kinds:
         assert counts[kind] > seeds // 500, f"there was next to no {kind}"
@@ -100,8 +103,9 @@ def test_no_fault_loses_repeats_or_changes_anything(seeds: int) -> None:
 
 def test_a_seed_runs_the_same_way_each_time() -> None:
     for seed in range(30):
-        first, second = simulate(seed), simulate(seed)
-        assert history(first) == history(second) and first.counts == second.counts
+        for run in (simulate, restart):
+            first, second = run(seed), run(seed)  # type: ignore[operator]
+            assert history(first) == history(second) and first.counts == second.counts
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
@@ -109,7 +113,7 @@ def test_mistakes_are_found(mutation: Mutation) -> None:
     with mutation.apply():
         for seed in [*range(mutation.soon, mutation.soon + NEAR), *range(ENOUGH)]:
             try:
-                simulate(seed, mutation.worker, keyed=mutation.keyed)
+                mutation.run(seed)
             except Violation as e:
                 print(f"{mutation.name}: seed {seed}, {e}")
                 assert e.rule in mutation.rules, f"seed {seed} breaks another rule: {e}"
@@ -122,7 +126,7 @@ def test_what_is_simulated_is_the_shipping_code() -> None:
     taken = {
         "EngineCore", "Lane", "BringUp", "ReplyLedger", "Gang", "EngineLoop", "Health", "Pace", "Quarantine", "Router",
         "Fleet", "Resizer", "Dispatcher", "EngineKeeper", "Engine", "Stream", "Service", "FaultLog",
-        "Reformations",
+        "Reformations", "ResponseStore", "ResponseRun", "Journal", "JournalFiles", "WriteQueue", "Kept", "Followed",
     }  # fmt: skip
     words = ("scheduler", "gang", "router", "quarantine", "replyledger", "bringup", "core", "health", "pace", "journal")
     for path in Path(__file__).parent.glob("*.py"):
@@ -131,7 +135,7 @@ def test_what_is_simulated_is_the_shipping_code() -> None:
                 bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
                 assert not bases & taken, f"{path.name}: {node.name} is a {bases & taken} of its own"
                 assert not any(word in node.name.lower() for word in words), f"{path.name} defines {node.name}"
-    one, fleet = simulate(0), simulate(FLEETS - 1)
+    one, fleet, server = simulate(0), simulate(FLEETS - 1), restart(0)
     assert isinstance(one, Simulation) and isinstance(fleet, Deployment)
     member = fleet.fleet.members[0]
     core = fleet.remotes[0].core
@@ -139,7 +143,8 @@ def test_what_is_simulated_is_the_shipping_code() -> None:
         one.loop, one.loop.gang, one.loop.gang.ledger, one.loop.gang.watch.health, one.loop.gang.watch.pace,
         one.loop.layout_change, one.loop.epochs, one.loop.epochs.limit,
         fleet.fleet, fleet.fleet.dispatcher.router, fleet.fleet.resizer, fleet.service, fleet.service.faults, member,
-        fleet.fleet.dispatcher, member.engine, member.engine.quarantine, member.limit, core,
+        fleet.fleet.dispatcher, member.engine, member.engine.quarantine, member.limit, core, server.service,
+        server.store, server.store.journal, server.store.journal.files, server.store.journal.queue,
     ]  # fmt: skip
     for part in parts:
         assert type(part).__module__.startswith("planaria."), part

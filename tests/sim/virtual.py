@@ -19,13 +19,17 @@ from planaria.server import (
     fleet,
     fleet_resize,
     health,
+    journal,
     keeper,
+    response_run,
+    response_store,
     service,
 )
 from tests.sim.world import Violation, World
 
 CLOCKED: tuple[ModuleType, ...] = (
-    dispatcher, engine, engine_client, faults, fleet, fleet_resize, health, keeper, service,
+    dispatcher, engine, engine_client, faults, fleet, fleet_resize, health, journal, keeper, response_run,
+    response_store, service,
 )  # fmt: skip
 
 LAST = 1000.0  # seconds, virtual ones
