@@ -1,4 +1,4 @@
-"""What is kept of a response: records as bytes, numbers of events. That it outlives servers: `tests/sim/restarts.py`."""
+"""What is kept of a response: records as bytes, numbers of events. (`tests/sim/restarts.py`: it outlives servers.)"""
 
 from __future__ import annotations
 
