@@ -114,6 +114,42 @@ def gpt_oss() -> Tensors:
     return tensors | w.tensors
 
 
+def deepseek(*, rank: int = 0, together: bool = False, scores: bool = False) -> Tensors:
+    """A dense layer, then experts and a shared one. rank: of queries, 0 for none; together: keys and values of a head
+    are made by one tensor, as in older files; scores: a bias of each expert's."""
+    w, nope, rope, value, latent = Weights(), 48, 16, 32, 64
+    w.matrix("token_embd", VOCAB, HIDDEN, scale=8)
+    w.matrix("output", VOCAB, HIDDEN)
+    w.vector("output_norm.weight", HIDDEN, around=1)
+    for i in range(3 if rank else 27):  # llama.cpp knows by 27 that queries have no latent
+        name = f"blk.{i}."
+        for norm in ("attn_norm", "ffn_norm"):
+            w.vector(f"{name}{norm}.weight", HIDDEN, around=1)
+        if rank:
+            w.matrix(f"{name}attn_q_a", rank, HIDDEN)
+            w.vector(f"{name}attn_q_a_norm.weight", rank, around=1)
+        w.matrix(f"{name}attn_q_b" if rank else f"{name}attn_q", HEADS * (nope + rope), rank or HIDDEN)
+        w.matrix(f"{name}attn_kv_a_mqa", latent + rope, HIDDEN)
+        w.vector(f"{name}attn_kv_a_norm.weight", latent, around=1)
+        if together:
+            w.matrix(f"{name}attn_kv_b", HEADS * (nope + value), latent)
+        else:
+            w.matrix(f"{name}attn_k_b", HEADS, latent, nope)
+            w.matrix(f"{name}attn_v_b", HEADS, value, latent)
+        w.matrix(f"{name}attn_output", HIDDEN, HEADS * value)
+        if not i:
+            for each, shape in (("gate", (INNER, HIDDEN)), ("up", (INNER, HIDDEN)), ("down", (HIDDEN, INNER))):
+                w.matrix(f"{name}ffn_{each}", *shape)
+            continue
+        w.matrix(f"{name}ffn_gate_inp", EXPERTS, HIDDEN, scale=4)
+        if scores:
+            w.vector(f"{name}exp_probs_b.bias", EXPERTS)
+        for end, count in (("exps", (EXPERTS,)), ("shexp", ())):
+            for each, shape in (("gate", (WIDTH, HIDDEN)), ("up", (WIDTH, HIDDEN)), ("down", (HIDDEN, WIDTH))):
+                w.matrix(f"{name}ffn_{each}_{end}", *count, *shape)
+    return w.tensors
+
+
 def factors(**named: tuple[float, float]) -> Tensors:
     """Of rotary frequencies, between these two."""
     return {f"rope_{name}.weight": np.linspace(*ends, 16).astype(np.float32) for name, ends in named.items()}
@@ -127,6 +163,13 @@ WIDE = {"attention.key_length": 64, "attention.value_length": 64, "rope.dimensio
 MIXED = {"expert_count": EXPERTS, "expert_used_count": 2, "expert_feed_forward_length": WIDTH}
 YARN = scaled("yarn", factor=4.0, original_context_length=1024)
 MULTIPLIERS = {"embedding_scale": 12.0, "residual_scale": 0.22, "attention.scale": 0.3, "logit_scale": 0.5}
+LATENT = {
+    **MIXED, "attention.kv_lora_rank": 64, "rope.dimension_count": 16, "leading_dense_block_count": 1,
+    "expert_shared_count": 1, "attention.head_count_kv": 1, "attention.key_length": 80, "attention.value_length": 64,
+    "attention.key_length_mla": 64, "attention.value_length_mla": 32, "expert_weights_scale": 1.0,
+}  # fmt: skip
+OLDER = {**LATENT, "attention.head_count_kv": HEADS, "attention.key_length": 64, "attention.value_length": 32,
+         "attention.key_length_mla": None, "attention.value_length_mla": None}  # fmt: skip
 BOTH = factors(factors_short=(1, 3), factors_long=(1, 30))
 CASES: dict[str, tuple[str, Callable[[], Tensors], Meta]] = {  # architecture, tensors, header
     "llama": ("llama", decoder, {}),
@@ -158,6 +201,13 @@ CASES: dict[str, tuple[str, Callable[[], Tensors], Meta]] = {  # architecture, t
     "olmo2": ("olmo2", lambda: decoder(norms="after", head_norms="whole", tied=False), {}),
     "olmoe": ("olmoe", lambda: decoder(mlp="experts", head_norms="whole", keys=HEADS, tied=False),
               {**MIXED, "attention.head_count_kv": HEADS, "feed_forward_length": WIDTH}),
+    "deepseek2": ("deepseek2", deepseek, LATENT),
+    "deepseek2, YaRN": ("deepseek2", deepseek, {**LATENT, **scaled(
+        "yarn", factor=4.0, original_context_length=512, yarn_log_multiplier=0.0707)}),
+    "deepseek2, older": ("deepseek2", lambda: deepseek(together=True), OLDER),
+    "deepseek2, as V3": ("deepseek2", lambda: deepseek(rank=48, scores=True), {
+        **LATENT, "attention.q_lora_rank": 48, "expert_gating_func": 2, "expert_weights_norm": True,
+        "expert_weights_scale": 2.5}),
     "gpt-oss": ("gpt-oss", gpt_oss, {**WIDE, **MIXED, "attention.sliding_window": 128, "rope.freq_base": 150000.0,
                                      **scaled("yarn", factor=32.0, original_context_length=4096)}),
 }  # fmt: skip
@@ -183,12 +233,12 @@ TINY_KEYS = (  # of the tests' files, which are said above
 )  # fmt: skip
 
 
-def families(python: Path) -> dict[str, dict[str, float]]:
+def families(python: Path, only: str) -> dict[str, dict[str, float]]:
     """By case: KL of llama.cpp's logits and ours, nats, mean of positions; and how often both say the same."""
     ids = np.random.default_rng(1).integers(0, VOCAB, POSITIONS).astype(np.int32)
     np.save(OUT / "ids.npy", ids)
     found = {}
-    for name in CASES:
+    for name in (name for name in CASES if name.startswith(only)):
         path = file_of(name)
         command = [str(python), str(PEER), "logits", str(path), str(OUT / "ids.npy"), str(OUT / "logits.npy"), "f32"]
         subprocess.run(command, check=True, capture_output=True)
@@ -244,9 +294,10 @@ def tokenizers(python: Path) -> dict[str, int | None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama-cpp-python", type=Path, required=True)
+    parser.add_argument("--only", default="", help="of the files those whose names begin so")
     options = parser.parse_args()
     OUT.mkdir(parents=True, exist_ok=True)
-    found, cut = families(options.llama_cpp_python), tokenizers(options.llama_cpp_python)
+    found, cut = families(options.llama_cpp_python, options.only), tokenizers(options.llama_cpp_python)
     (OUT.parent / "gguf_families.json").write_text(json.dumps({"families": found, "tokenizers": cut}, indent=1))
     rows = [[name, f"{each['KL']:.1e}", f"{100 * each['same']:.1f} %"] for name, each in found.items()]
     cuts = [[pre, "not known there" if count is None else str(count)] for pre, count in cut.items()]

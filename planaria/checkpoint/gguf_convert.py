@@ -60,7 +60,8 @@ def convert_config(header: GGUFHeader, path: str) -> dict[str, Any]:
     heads, hidden = size("attention.head_count"), size("embedding_length")
     kv_heads = size("attention.head_count_kv") if get("attention.head_count_kv") is not None else heads
     head_dim = size("attention.key_length") if get("attention.key_length") is not None else hidden // heads
-    if get("attention.value_length", head_dim) != head_dim:
+    latent = get("attention.kv_lora_rank") is not None
+    if get("attention.value_length", head_dim) != head_dim and not latent:
         raise ModelError(f"{path}: values of another size than keys are not supported")
     mlp = "feed_forward_length" if get("feed_forward_length") is not None else "expert_feed_forward_length"
     config: dict[str, Any] = {
@@ -134,13 +135,32 @@ def convert_tensors(
         info = TensorInfo(name, t.kind, t.shape, file, t.offset, t.nbytes, heads)
         every = divided(info, t.shape[0], t.shape[1:]) if EACH in name else [info]
         out += (_weight(replace(part, name=part.name.replace(EACH, str(i)))) for i, part in enumerate(every))
-    return tuple(unfused("GGUF", config, out))
+    return tuple(unfused("GGUF", config, _with_latents(out)))
+
+
+def _with_latents(tensors: list[TensorInfo]) -> list[TensorInfo]:
+    """What makes a head's keys of a latent, [heads, rank, key], and its values, [heads, value, rank], as one."""
+    values = {t.name.removesuffix(".v_b.weight"): t for t in tensors if t.name.endswith(".v_b.weight")}
+    found = [t for t in tensors if t.name.removesuffix(".v_b.weight") not in values]
+    for i, t in enumerate(found):
+        pair = values.get(t.name.removesuffix(".k_b.weight"))
+        if pair is None or len(t.shape) != 3 or len(pair.shape) != 3:
+            continue
+        parts = tuple(replace(each, shape=(each.shape[0] * each.shape[1], each.shape[2])) for each in (t, pair))
+        rows = t.shape[0] * (t.shape[2] + pair.shape[1])
+        found[i] = replace(
+            t, name=t.name.replace(".k_b.", ".kv_b_proj."), kind=f"latent:{t.shape[0]}", shape=(rows, t.shape[1]),
+            nbytes=t.nbytes + pair.nbytes, parts=parts,
+        )  # fmt: skip
+    return found
 
 
 def _weight(info: TensorInfo) -> TensorInfo:
     """As the model's own checkpoint has it."""
     if info.name.endswith(".sinks.weight"):
         return replace(info, name=info.name.removesuffix(".weight"))
+    if info.name.endswith(".e_score_correction.bias"):
+        return replace(info, name=info.name.replace("correction.bias", "correction_bias"))
     if info.name.endswith("_gate.weight") and len(info.shape) == 1:
         return replace(info, shape=(1, *info.shape))
     if info.kind == "mxfp4" and len(info.shape) == 2:  # a byte of scale, 16 of codes

@@ -45,6 +45,14 @@ SHARED_EXPERT = {
     **EXPERTS, "ffn_gate_inp_shexp": "mlp.shared_expert_gate", "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }  # fmt: skip
+LATENT = {
+    **EXPERTS, "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj", "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm", "attn_kv_b": "self_attn.kv_b_proj", "attn_k_b": "self_attn.k_b",
+    "attn_v_b": "self_attn.v_b", "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj", "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "exp_probs_b": "mlp.gate.e_score_correction",
+}  # fmt: skip
 SINKS = {
     **_experts("mlp", "router", "gate_proj", "up_proj", "down_proj"), "attn_sinks": "self_attn.sinks",
     "post_attention_norm": "post_attention_layernorm",
@@ -127,6 +135,29 @@ def _gpt_oss(get: Get, config: Config) -> Config:
     }  # fmt: skip
 
 
+def _deepseek(get: Get, config: Config) -> Config:
+    """Keys' and values' lengths are those of a head in older files, of what is cached in newer ones."""
+    rotated, scaling, sigmoid = get("rope.dimension_count"), config["rope_scaling"], get("expert_gating_func", 1) == 2
+    key = get("attention.key_length_mla") or get("attention.key_length")
+    if scaling and scaling["rope_type"] == "yarn":
+        stretch = 10 * get("rope.scaling.yarn_log_multiplier", 0.0)
+        scaling = {**scaling, "mscale": stretch, "mscale_all_dim": stretch}
+    found: Config = {
+        "q_lora_rank": get("attention.q_lora_rank"), "kv_lora_rank": get("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotated, "qk_nope_head_dim": key - rotated,
+        "v_head_dim": get("attention.value_length_mla") or get("attention.value_length"),
+        "num_key_value_heads": config["num_attention_heads"], "partial_rotary_factor": 1.0, "rope_scaling": scaling,
+        "moe_intermediate_size": get("expert_feed_forward_length"), "n_routed_experts": get("expert_count"),
+        "n_shared_experts": get("expert_shared_count"), "num_experts_per_tok": get("expert_used_count"),
+        "first_k_dense_replace": get("leading_dense_block_count", 0), "attention_bias": False,
+        "routed_scaling_factor": get("expert_weights_scale", 1.0), "norm_topk_prob": get("expert_weights_norm", False),
+    }  # fmt: skip
+    groups = {"n_group": get("expert_group_count", 1), "topk_group": get("expert_group_used_count", 1)}
+    if sigmoid:
+        return {**found, **groups, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+    return {**found, **groups, "topk_method": "greedy" if groups["n_group"] == 1 else "group_limited_greedy"}
+
+
 FAMILIES = {  # Mistral's files say "llama"
     "llama": GGUFFamily("LlamaForCausalLM", "llama", rotated=True),
     "qwen2": GGUFFamily("Qwen2ForCausalLM", "qwen2"),
@@ -153,6 +184,7 @@ FAMILIES = {  # Mistral's files say "llama"
         EXPERTS,
         fields=lambda get, config: {**_qwen_moe(get, config), "norm_topk_prob": True},
     ),
+    "deepseek2": GGUFFamily("DeepseekV2ForCausalLM", "deepseek_v2", LATENT, fields=_deepseek),
     "olmoe": GGUFFamily("OlmoeForCausalLM", "olmoe", EXPERTS, fields=_mixture),
     "gpt-oss": GGUFFamily("GptOssForCausalLM", "gpt_oss", SINKS, fields=_gpt_oss),
 }

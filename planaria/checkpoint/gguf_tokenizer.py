@@ -38,6 +38,12 @@ SPLITS = {  # one after the other, where there are several
         r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
     "coder": ["[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", IDEOGRAPHS, r"\p{N}"],
+    "deepseek3": [
+        r"\p{N}{1,3}",
+        "[一-龥぀-ゟ゠-ヿ]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ],
     "deepseek": ["[\r\n]", rf"\s?[{CASED}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", IDEOGRAPHS, r"\p{N}"],
 }
 # tokenizer.ggml.pre -> kind of split
@@ -47,7 +53,8 @@ PRE = {
     "llama-bpe": "llama3", "llama3": "llama3", "llama-v3": "llama3", "falcon3": "llama3", "pixtral": "llama3",
     "dbrx": "llama3", "smaug-bpe": "llama3",
     "qwen2": "qwen2", "deepseek-r1-qwen": "qwen2", "stablelm2": "qwen2",
-    "tekken": "tekken", "gpt-4o": "o200k", "deepseek-coder": "coder", "deepseek-llm": "deepseek", "megrez": "qwen2",
+    "tekken": "tekken", "gpt-4o": "o200k", "deepseek-coder": "coder", "deepseek-llm": "deepseek",
+    "deepseek-v3": "deepseek3", "megrez": "qwen2",
 }  # fmt: skip
 # these take a word that is in the vocabulary as it is, and begin a text with BOS where the file doesn't say
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")

@@ -197,7 +197,7 @@ def _bits(given: dict[str, Any]) -> int:
 def kept_as(kind: str) -> str:
     """The packed form of a kind that is made of parts; "" for none: it is unpacked."""
     name, *rest = kind.split(":")
-    if "ordered" in rest or name in ("fp8", "bnb4", "turned"):
+    if "ordered" in rest or name in ("fp8", "bnb4", "turned", "latent"):
         return ""
     if name in ("mxfp4", "int8", "bnb8") or rest[0] == "8":
         return "q8_0"

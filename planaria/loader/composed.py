@@ -15,6 +15,7 @@ import numpy.typing as npt
 from planaria.checkpoint.spec import TensorInfo
 from planaria.errors import ModelError
 from planaria.kernels.blocks import BLOCK
+from planaria.kernels.blocks import KINDS as KEPT
 from planaria.kernels.numbers import float8_values, to_float32
 from planaria.kernels.ops import Quantized
 from planaria.kernels.quant import dequantise
@@ -60,6 +61,29 @@ def composed(
 def _turned(p: Wanted) -> Array:
     """[K, N], the other way round."""
     return p.read(p.info.parts[0], p.columns, p.rows).T
+
+
+def _latent(p: Wanted) -> Floats:
+    """Of each head its keys' part [key, rank], which is stored turned, [rank, key], and its values' [value, rank]."""
+    keys, values = p.info.parts
+    heads, rank = int(p.info.kind.partition(":")[2]), p.info.shape[1]
+    each = p.info.shape[0] // heads
+    some = range(p.rows.start // each, -(-p.rows.stop // each))
+
+    def read(part: TensorInfo) -> Floats:
+        rows = range(some.start * part.shape[0] // heads, some.stop * part.shape[0] // heads)
+        raw = p.read(part, rows)
+        if part.kind in KEPT:
+            raw = dequantise(Quantized(part.kind, raw, (len(rows), part.shape[1])))
+        elif raw.dtype == np.uint8:
+            raise ModelError(
+                f"tensor {p.info.name}: element type {part.kind} is not supported for it; get another file"
+            )
+        return to_float32(raw).reshape(len(some), -1, part.shape[1])
+
+    whole = np.concatenate([read(keys).transpose(0, 2, 1), read(values)], 1).reshape(-1, rank)
+    first = p.rows.start - some.start * each
+    return whole[first : first + len(p.rows), p.columns.start : p.columns.stop]
 
 
 def _mxfp4(p: Wanted) -> Quantized:
@@ -244,6 +268,6 @@ def _q4(codes: npt.NDArray[np.uint8], scales: Floats, minima: Floats | None) -> 
 
 
 KINDS: dict[str, Callable[[Wanted], Array | Quantized]] = {
-    "turned": _turned, "mxfp4": _mxfp4, "gptq": _gptq, "awq": _awq, "ints": _ints, "int8": _int8, "fp8": _fp8,
-    "bnb4": _bnb4, "bnb8": _int8,
+    "turned": _turned, "mxfp4": _mxfp4, "latent": _latent, "gptq": _gptq, "awq": _awq, "ints": _ints, "int8": _int8,
+    "fp8": _fp8, "bnb4": _bnb4, "bnb8": _int8,
 }  # fmt: skip

@@ -57,7 +57,7 @@ def unpacked_line(checkpoint: Checkpoint, quantization: str, dtype: str) -> str:
 
 def _stored(tensor: TensorInfo) -> str:
     name, *rest = tensor.kind.split(":")
-    if not tensor.parts or name == "turned":
+    if not tensor.parts or name in ("turned", "latent"):
         kind = tensor.parts[0].kind if tensor.parts else tensor.kind
         return PLAIN.get(kind, kind)
     said = NAMES.get(name, name)

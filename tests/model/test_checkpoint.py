@@ -321,6 +321,7 @@ def sentencepiece(text: str, tokens: list[str], scores: list[float], prefix: boo
     [
         ("gpt-4o", "HTTPServer| camel|Case| it's| DON'T| |123|45|./|a|\n| x| | y| 中文"),
         ("deepseek-coder", "HTTPServer| camelCase| it|'|s| DON|'|T| |1|2|3|4|5|./|a|\n| x| | y| |中文"),
+        ("deepseek-v3", "HTTPServer| camelCase| it|'s| DON|'T| |123|45|./|a|\n| x| | y| |中文"),
         ("deepseek-llm", "HTTPServer| camelCase| it|'|s| DON|'|T| |1|2|3|4|5|./|a|\n| x| | y| |中文"),
     ],
 )

@@ -275,6 +275,16 @@ def test_gguf_files_of_these_families(case: str, checkpoint: Any, tmp_path: Path
 
 
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+DEEPSEEK = {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
+    "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "topk_method": "greedy",
+}  # fmt: skip
+DEEPSEEK_META = {
+    "attention.kv_lora_rank": 32, "rope.dimension_count": 16, "attention.key_length": 48, "attention.value_length": 32,
+    "attention.key_length_mla": 32, "attention.value_length_mla": 16, "expert_feed_forward_length": 32,
+    "expert_shared_count": 1, "leading_dense_block_count": 1, "feed_forward_length": 96,
+}  # fmt: skip
 GGUF_EXPERTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # Transformers' type, its fields, the header's
     "llama": ("mixtral", {**FOUR, "intermediate_size": 64}, {"feed_forward_length": 64}),
     "qwen2moe": ("qwen2_moe", {**EXPERTS, **NO_PAD, "shared_expert_intermediate_size": 48, "norm_topk_prob": False}, {
@@ -284,6 +294,10 @@ GGUF_EXPERTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # Trans
     "olmoe": ("olmoe", {**EXPERTS, **NO_PAD, "intermediate_size": 64}, {"feed_forward_length": 64}),
     "granitemoe": ("granitemoe", {**GRANITE, **FOUR, "intermediate_size": 64}, {
         "feed_forward_length": 64, **GGUF_META["granite"]}),
+    "deepseek2": ("deepseek_v2", {**DEEPSEEK, "q_lora_rank": None}, DEEPSEEK_META),
+    "deepseek2-v3": ("deepseek_v3", {**DEEPSEEK, "q_lora_rank": 32, "norm_topk_prob": True}, {
+        **DEEPSEEK_META, "attention.q_lora_rank": 32, "expert_gating_func": 2, "expert_weights_norm": True,
+        "expert_weights_scale": 2.5}),
     "gpt-oss": ("gpt_oss", GPT_OSS, {
         "feed_forward_length": 64, "expert_feed_forward_length": 64, "attention.sliding_window": 9,
         "attention.key_length": 16, "attention.value_length": 16, "rope.scaling.factor": 32.0,
@@ -307,7 +321,13 @@ def as_gguf(tensors: dict[str, Any], family: Any, heads: dict[str, int]) -> dict
             values = values.reshape(count, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
         if stem.endswith("shared_expert_gate"):
             values = values[0]
-        if name.endswith(f"gate_up_proj.{suffix}"):
+        if suffix == "e_score_correction_bias":
+            stem, suffix = f"{stem}.e_score_correction", "bias"
+        if stem.endswith("kv_b_proj"):
+            each_head = values.reshape(heads["q_proj"], -1, values.shape[1])
+            keys, latents = each_head[:, : heads["nope"]].swapaxes(1, 2), each_head[:, heads["nope"] :]
+            turns = {stem.replace("kv_b_proj", "k_b"): keys, stem.replace("kv_b_proj", "v_b"): latents}
+        elif name.endswith(f"gate_up_proj.{suffix}"):
             turns = {stem.replace("gate_up", part): values[i::2] for i, part in enumerate(("gate", "up"))}
         else:
             turns = {stem: values}
@@ -324,6 +344,7 @@ def as_gguf(tensors: dict[str, Any], family: Any, heads: dict[str, int]) -> dict
 @pytest.mark.parametrize("arch", GGUF_EXPERTS)
 def test_gguf_files_with_experts(arch: str, tmp_path: Path) -> None:
     kind, overrides, header = GGUF_EXPERTS[arch]
+    arch = arch.removesuffix("-v3")
     folder = write_checkpoint(tmp_path / "checkpoint", kind, **overrides)
     reference, found = load_reference(folder), resolve_checkpoint(str(folder))
     with WeightSource(found) as source:
@@ -332,7 +353,7 @@ def test_gguf_files_with_experts(arch: str, tmp_path: Path) -> None:
         )
         tensors = {name: np.array(source.get(name)) for name in names}
     config = reference.config
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads, "nope": 16}
     meta = {"expert_count": 4, "expert_used_count": 2, **header}
     meta |= {"attention.layer_norm_rms_epsilon": config.rms_norm_eps, "rope.freq_base": theta_of(config)}
     family = family_of({"general.architecture": arch, "llama.expert_count": 4})

@@ -13,10 +13,13 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from planaria.checkpoint import resolve_checkpoint
+from planaria.checkpoint.spec import TensorInfo
 from planaria.kernels.blocks import KINDS
 from planaria.kernels.ops import Quantized
+from planaria.kernels.quant import dequantise
 from planaria.layers.build import build
 from planaria.loader import WeightSource
+from planaria.loader.composed import composed
 from planaria.models import model_config
 from planaria.models.shard import Shard
 from tests.model.driver import Driver
@@ -139,3 +142,15 @@ def test_experts_stay_packed(kind: str, down: str, tmp_path: Path) -> None:
         ops.close()
     divergence = torch.sum(found[0].exp() * (found[0] - found[1]), -1)
     assert float(divergence.median()) < 1e-5
+
+
+@pytest.mark.parametrize("rows", [range(384), range(50, 130), range(96, 192)])
+def test_what_makes_keys_of_latents_is_turned(rows: range) -> None:
+    heads, rank, key, value = 4, 32, 64, 32
+    stored = {"k": random_blocks("q8_0", heads * rank, key), "v": random_blocks("q8_0", heads * value, rank, seed=1)}
+    parts = tuple(TensorInfo(name, "q8_0", each.shape, 0, 0, each.data.nbytes) for name, each in stored.items())
+    info = TensorInfo("kv", f"latent:{heads}", (heads * (key + value), rank), 0, 0, 0, parts=parts)
+    made = composed(info, rows, range(rank), lambda part, some: stored[part.name].data[some.start : some.stop])
+    keys, values = (dequantise(each).reshape(heads, -1, each.shape[1]) for each in stored.values())
+    wanted = np.concatenate([keys.swapaxes(1, 2), values], 1).reshape(-1, rank)
+    assert np.array_equal(made, wanted[rows.start : rows.stop])
