@@ -15,7 +15,11 @@ from planaria.checkpoint.gguf_file import ROPE, ROPE_FREQS, GGUFHeader, GGUFTens
 from planaria.checkpoint.spec import TensorInfo
 from planaria.errors import ModelError
 
-END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
+ENDS = (  # of an answer, by their names: a file says one or two of them
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<|end|>", "<end_of_turn>",
+    "<|return|>", "<|call|>",
+)  # fmt: skip
+MESSAGE_END, ANSWER_END = "<|end|>", "<|return|>"  # where there are both the first ends a part of an answer
 CONTROL = 3  # in tokenizer.ggml.token_type
 
 
@@ -106,13 +110,13 @@ def convert_generation_config(header: GGUFHeader) -> dict[str, Any]:
         for name in ("eos", "eot", "eom")
         if f"tokenizer.ggml.{name}_token_id" in meta
     ]
-    template = str(meta.get("tokenizer.chat_template", ""))
     tokens: list[str] = meta.get("tokenizer.ggml.tokens", [])
     types: list[int] = meta.get("tokenizer.ggml.token_type", [])
-    names = [name for name in END_OF_TURN if name in template]
-    if names:
-        pairs = enumerate(zip(tokens, types, strict=False))
-        eos += [i for i, (token, kind) in pairs if kind == CONTROL and token in names]
+    if "tokenizer.chat_template" in meta:
+        pairs, unknown = enumerate(zip(tokens, types, strict=False)), meta.get("tokenizer.ggml.unknown_token_id")
+        controls = {token: i for i, (token, kind) in pairs if kind == CONTROL and i != unknown}
+        names = [name for name in ENDS if not (name == MESSAGE_END and ANSWER_END in controls)]
+        eos += [controls[name] for name in names if name in controls]
     return {"eos_token_id": list(dict.fromkeys(eos))} if eos else {}
 
 
