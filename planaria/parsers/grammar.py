@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from planaria.parsers.channels import CHANNEL, CONSTRAIN, END, MESSAGE, START
 from planaria.parsers.output import CLOSE, OPEN
 from planaria.parsers.text_calls import types_of
 
@@ -38,18 +39,34 @@ def call_grammar(
     return "\n".join(["start: calls", *lines.said, f"ANY_TEXT: {ANY_TEXT}"])
 
 
-def after_reasoning(grammar: str, reasoning: str, mark: Mark = quoted) -> str:
-    """What an answer must be after its reasoning, in the form that the library takes. reasoning: "begun" or "open", as
-    `output.begun` says."""
+def after_reasoning(grammar: str, reasoning: str, mark: Mark = quoted, *, calls: bool = False) -> str:
+    """What an answer must be after its reasoning, in the form that the library takes. reasoning: "begun", "open" or
+    "channels", as `output.begun` says. calls: `grammar` has them, and says where what it is of begins."""
+    if reasoning == "channels":
+        lines = [
+            f"start: thought* {'' if calls else 'final'} @answer",
+            f'thought: {mark(CHANNEL)} "analysis" {mark(MESSAGE)} closed {mark(START)} "assistant"',
+            f"closed{_up_to(mark, END)}", f"final: {_final(mark)}", f"ANY_TEXT: {ANY_TEXT}",
+        ]  # fmt: skip
+        return _with_named("\n".join(lines), "answer", grammar)
     before = {"begun": "thought", "open": f"({mark(OPEN)} thought)?"}[reasoning]
-    ends = f"[lazy]: ANY_TEXT {quoted(CLOSE)}" if mark(CLOSE) == quoted(CLOSE) else f": ANY_TEXT {mark(CLOSE)}"
-    first = f'start: {before} @answer\nthought: closed "\\n\\n"?\nclosed{ends}\nANY_TEXT: {ANY_TEXT}'
+    first = f'start: {before} @answer\nthought: closed "\\n\\n"?\nclosed{_up_to(mark, CLOSE)}\nANY_TEXT: {ANY_TEXT}'
     return _with_named(first, "answer", grammar)
+
+
+def _up_to(mark: Mark, end: str) -> str:
+    """Any text and what ends it, which may be a special token, as the rest of a rule."""
+    return f"[lazy]: ANY_TEXT {quoted(end)}" if mark(end) == quoted(end) else f": ANY_TEXT {mark(end)}"
+
+
+def _final(mark: Mark) -> str:
+    return f'{mark(CHANNEL)} "final" {mark(MESSAGE)}'
 
 
 def or_answer(calls: str, grammar: str) -> str:
     """Either calls, as `call_grammar` has them, or an answer of another form, in the form that the library takes."""
-    return _with_named(calls.replace("start: calls", "start: calls | @form", 1), "form", grammar)
+    begins = "final @form" if "\nfinal: " in calls else "@form"
+    return _with_named(calls.replace("start: calls", f"start: calls | {begins}", 1), "form", grammar)
 
 
 def _with_named(first: str, name: str, grammar: str) -> str:
@@ -186,6 +203,14 @@ def _pythonic(lines: Lines, several: bool) -> None:
     lines.each(one)
 
 
+def _openai(lines: Lines, several: bool) -> None:
+    """One call: what ends it ends the answer."""
+    lines.add("calls: call")
+    lines.add(f"final: {_final(lines.mark)}")
+    begin, form, then = f'{lines.mark(CHANNEL)} "commentary to=functions.', lines.mark(CONSTRAIN), lines.mark(MESSAGE)
+    lines.each(lambda name: f'{begin}{name} " {form} "json" {then} {lines.arguments(name)}')
+
+
 def optional(rule: str, needed: bool) -> str:
     return rule if needed else f"({rule})?"
 
@@ -200,5 +225,5 @@ def parameters(schema: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, An
 
 FORMS: dict[str, Callable[[Lines, bool], None]] = {
     "hermes": _hermes, "llama3_json": _llama3_json, "mistral": _mistral, "qwen3_coder": _qwen3_coder,
-    "qwen3_xml": _qwen3_coder, "pythonic": _pythonic, "deepseek_v3": _deepseek_v3,
+    "qwen3_xml": _qwen3_coder, "pythonic": _pythonic, "deepseek_v3": _deepseek_v3, "openai": _openai,
 }  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from planaria.parsers.channels import MARKS, channels
 from planaria.parsers.found import Findings, OutputEvent
 from planaria.parsers.json_calls import deepseek_v3, hermes, llama3_json, mistral
 from planaria.parsers.reader import TextReader, Wait
@@ -42,6 +43,7 @@ CALL_FORMATS = {
         tuple(f"<｜tool▁{word}｜>" for word in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")),
         (("<｜tool▁call▁begin｜>",), ("<｜tool▁calls▁begin｜>",)),
     ),
+    "openai": CallFormat(channels, MARKS, (("<|start|>assistant", "<|channel|>", "<|message|>"),)),
 }  # fmt: skip
 
 
@@ -58,8 +60,10 @@ def _has(template: str, texts: tuple[str, ...]) -> bool:
 
 
 def begun(reasoning: str, prompt: str) -> str:
-    """Whether an answer in a format of reasoning begins with some: "begun": it does, "open": it may, "": it doesn't.
-    prompt: its end."""
+    """Whether an answer in a format of reasoning begins with some: "begun": it does, "open": it may, "channels": in a
+    channel, "": it doesn't. prompt: its end."""
+    if reasoning == "openai_gptoss":
+        return "channels"
     prompt = prompt.rstrip()
     if prompt.endswith(OPEN):
         return "begun"
@@ -95,7 +99,9 @@ class OutputParser:
 
     def _read(self, calls: str | None, reasoning: str) -> Wait[None]:
         reader, out = self._reader, self._findings
-        if reasoning:
+        if reasoning == "channels":
+            yield from channels(reader, out)
+        elif reasoning:
             yield from _reasoning(reader, out, begun=reasoning == "begun")
         if calls is not None:
             yield from CALL_FORMATS[calls].read(reader, out)

@@ -23,6 +23,7 @@ from planaria.server.schema import clip
 from planaria.server.schema_anthropic import CountTokensRequest, MessagesRequest
 from planaria.server.service import Service
 from planaria.server.stream import Choices, Piece
+from planaria.server.tools import format_of_reasoning
 from planaria.types import FinishReason
 
 _VERSION = re.compile(r"\d{4}-\d{2}-\d{2}\Z", re.ASCII)
@@ -36,7 +37,9 @@ async def create_message(request: Request) -> Response:
     _check_version(request)
     given = await read(request, MessagesRequest)
     facts = service.admit(given.model, "generate")
-    body = translated(given, thinks=service.config.parsers.reasoning_parser is not None)
+    tokenizer = service.tokenizer
+    template = tokenizer.chat_template if tokenizer is not None else None
+    body = translated(given, thinks=format_of_reasoning(service.config.parsers, template) is not None)
     try:
         stream, reading = await open_chat(service, request, body, facts, kind="msg", fits=True)
     except RequestError as e:

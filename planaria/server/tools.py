@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 MAX_TOOLS = 512
 MAX_TOOLS_SIZE = 256 << 10  # bytes of all of them, as JSON
 MAX_TOOL_NAME = 128  # characters
+CHANNELS, IN_CHANNELS = "openai", "openai_gptoss"  # GPT-OSS's formats of calls and of reasoning
 PROMPT_END = 8  # tokens of the prompt that may begin, or end, its answer's reasoning
 _NAME = re.compile(r"[a-zA-Z0-9_.-]+\Z")
 _READS_TOOLS = re.compile(r"\btools\b")
@@ -183,11 +184,17 @@ def reading_of(
     calls = None
     if tools is not None and tools.shown is not None:
         calls = _format_of(tools, parsers, template or "", place, choice_place)
-    if calls is None and parsers.reasoning_parser is None:
+    reasoning = IN_CHANNELS if calls == CHANNELS else format_of_reasoning(parsers, template)
+    if calls is None and reasoning is None:
         return None
-    end = tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False) if parsers.reasoning_parser else ""
+    end = tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False) if reasoning else ""
     schemas = tools.schemas if tools is not None and calls is not None else {}
-    return Reading(calls, schemas, parsers.reasoning_parser, end, tools is not None and not tools.parallel)
+    return Reading(calls, schemas, reasoning, end, tools is not None and not tools.parallel)
+
+
+def format_of_reasoning(parsers: Parsers, template: str | None) -> str | None:
+    """What an option says, else channels where the template has them: no text of such a model can be read without."""
+    return parsers.reasoning_parser or (IN_CHANNELS if CHANNELS in about(template or "")[0] else None)
 
 
 def _format_of(tools: Tools, parsers: Parsers, template: str, place: str, choice_place: str) -> str:
@@ -263,6 +270,8 @@ def shown_marks(reading: Reading) -> tuple[str, ...]:
     """Special tokens that must be seen to read so."""
     from planaria.parsers.output import CALL_FORMATS, CLOSE, OPEN
 
+    if reading.reasoning == IN_CHANNELS:
+        return CALL_FORMATS[CHANNELS].marks
     marks = CALL_FORMATS[reading.calls].marks if reading.calls is not None else ()
     return (*marks, OPEN, CLOSE) if reading.reasoning is not None else marks
 
@@ -326,5 +335,6 @@ def thinking_first(params: SamplingParams, reading: Reading | None, tokenizer: T
     state = begun(reading.reasoning, reading.prompt)
     if not state:
         return params
-    grammar = after_reasoning(params.grammar, state, lambda text: _mark(tokenizer, text))
+    calls = reading.calls is not None
+    grammar = after_reasoning(params.grammar, state, lambda text: _mark(tokenizer, text), calls=calls)
     return msgspec.structs.replace(params, grammar=grammar)

@@ -15,6 +15,7 @@ from planaria import LLM, SamplingParams, StructuredOutputsParams
 from planaria.errors import RequestError
 from planaria.parsers import TOOL_CALL_PARSERS
 from planaria.parsers.grammar import after_reasoning, call_grammar, or_answer
+from planaria.server.tools import Parsers, check_tools, reading_of, shown_marks
 from tests.model import checkpoints
 
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -101,6 +102,7 @@ def stopped(parser: str) -> str:
         "pythonic": "[stop()]",
         "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>stop<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
         "<｜tool▁calls▁end｜>",
+        "openai": "<|channel|>commentary to=functions.stop <|constrain|>json<|message|>{}",
     }.get(parser, "<tool_call>\n<function=stop>\n</function>\n</tool_call>")  # fmt: skip
 
 
@@ -144,10 +146,53 @@ def test_a_call_may_be_made_in_place_of_another_form(llm: LLM, parser: str) -> N
         params = SamplingParams(structured_outputs=StructuredOutputsParams(**form))
         calls = call_grammar(parser, SCHEMAS, several=False)
         grammar = or_answer(calls, llm._grammars.spelled(params).grammar)
+        said = f"<|channel|>final<|message|>{said}" if parser == "openai" else said
         assert accepts(llm, grammar, said) and accepts(llm, grammar, stopped(parser))
         assert not accepts(llm, grammar, said + stopped(parser)) and not accepts(llm, grammar, "x")
         assert accepts(llm, after_reasoning(grammar, "begun"), f"hm</think>{stopped(parser)}")
         assert accepts(llm, after_reasoning(grammar, "begun"), f"hm</think>{said}")
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """Its answers end with another token than its messages."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints, "END", "<|return|>")
+        folder = checkpoints.write_talker(tmp_path_factory.mktemp("talker"))
+    with LLM(str(folder), max_model_len=512, kv_cache_memory="16MiB", threads=1, max_num_seqs=16) as llm:
+        yield llm
+
+
+def test_forms_in_channels(gpt_oss: LLM) -> None:
+    """GPT-OSS's: what has a form is in the last channel, or is a call, after any thought."""
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="ab+"))
+    form, calls = gpt_oss._grammars.spelled(params).grammar, call_grammar("openai", SCHEMAS)
+    thought = "<|channel|>analysis<|message|>a < b <|end|><|start|>assistant"
+    final, call = "<|channel|>final<|message|>abb", stopped("openai")
+    only, either = after_reasoning(form, "channels"), after_reasoning(or_answer(calls, form), "channels", calls=True)
+    forced = after_reasoning(calls, "channels", calls=True)
+    for before in ("", thought, thought * 2):
+        for grammar, good in ((only, (final,)), (either, (final, call)), (forced, (call,))):
+            assert [accepts(gpt_oss, grammar, before + text) for text in (final, call)] == [
+                text in good for text in (final, call)
+            ]
+    assert not accepts(gpt_oss, only, "abb") and not accepts(gpt_oss, only, thought)
+
+
+@pytest.mark.parametrize("tools", [False, True])
+def test_a_template_of_channels_has_them_read(gpt_oss: LLM, tools: bool) -> None:
+    """Without any option: no text of such a model can be read otherwise."""
+    template = "{# tools <|channel|> <|message|> #}<|start|>assistant"
+    assert gpt_oss.tokenizer is not None
+    reading = reading_of(check_tools(TOOLS if tools else None), Parsers(), template, gpt_oss.tokenizer, [5])
+    assert reading is not None and (reading.reasoning, reading.calls) == ("openai_gptoss", "openai" if tools else None)
+    assert "<|channel|>" in shown_marks(reading)
+    form = SamplingParams(max_tokens=60, n=4, seed=1, structured_outputs=StructuredOutputsParams(regex="[ab]*"))
+    more: dict[str, Any] = {"tools": TOOLS, "tool_choice": "auto"} if tools else {}
+    (found,) = gpt_oss.chat(USER, form, chat_template=template, **more)
+    for output in found.outputs:
+        assert output.text.startswith("<|channel|>")
+        assert output.reasoning or output.tool_calls or set(output.content) <= set("ab")
 
 
 def test_answers_are_calls_or_of_the_form(llm: LLM) -> None:

@@ -84,6 +84,13 @@ WRITTEN: dict[str, list[tuple[str, str]]] = {
         (f"{DS['calls▁begin']}{v31('get_weather', ASKED)}{v31('now', '{}')}{DS['calls▁end']}", ""),
     ],
 }  # fmt: skip
+CHANNEL, SAYS, CALLED = "<|channel|>", "<|message|>", "<|call|><|start|>assistant"
+WRITTEN["openai"] = [
+    (f"{CHANNEL}commentary{SAYS}Let me see.<|end|><|start|>assistant{CHANNEL}commentary to=functions.get_weather "
+     f"<|constrain|>json{SAYS}{ASKED}{CALLED} to=functions.now{CHANNEL}commentary json{SAYS}{{}}", "Let me see."),
+    (f"Hm. <|start|>assistant to=functions.get_weather{CHANNEL}commentary{SAYS} {ASKED}{CALLED}{CHANNEL}commentary "
+     f"to=functions.now{SAYS}{{}}<|end|><|start|>assistant{CHANNEL}final{SAYS} Done.", "Hm.Done."),
+]  # fmt: skip
 WRITTEN["qwen3_xml"] = WRITTEN["qwen3_coder"]
 
 
@@ -159,7 +166,7 @@ def check_cuts(form: str, count: int) -> None:
         assert parse(form, text, cuts(text, draw), **more) == whole, text
         for _, said, end in whole["calls"]:
             assert end == "broken" or isinstance(json.loads(said), dict)
-        if not whole["calls"]:
+        if not whole["calls"] and form != "openai":  # where channels aren't told
             said = whole["reasoning"] + whole["content"]
             for mark in ("<think>", "</think>") if more["reasoning"] else ():
                 said, text = said.replace(mark, ""), text.replace(mark, "")
@@ -195,6 +202,7 @@ BROKEN = [
     ("mistral", '[TOOL_CALLS]now{"a": 1,}', '{"a": 1,', "}"),
     ("qwen3_coder", "<function=now><parameter=a>b</parameter><oops>", '{"a": "b"', "<oops>"),
     ("pythonic", "[now(a=1, b=lambda: 2)]", '{"a": 1, "b": ', "lambda: 2)]"),
+    ("openai", f'{CHANNEL}commentary to=functions.now{SAYS}{{"a" 1}}', '{"a" ', "1}"),
     ("deepseek_v3", v31("now", '{"a" 1}'), '{"a" ', f"1}}{DS['call▁end']}"),
 ]
 
@@ -228,6 +236,24 @@ def test_reasoning() -> None:
         for parts in ([text], list(text)):
             found = parse(None, "", parts, reasoning=reasoning, prompt=prompt)
             assert (found["reasoning"], found["content"]) == expected, (reasoning, prompt, text)
+
+
+def test_channels() -> None:
+    """GPT-OSS's: reasoning in one, also several times; what isn't a call of a declared tool is content."""
+    thought, final = f"{CHANNEL}analysis{SAYS}I think.<|end|><|start|>assistant", f"{CHANNEL}final{SAYS}So.\n"
+    for text, expected in (
+        (thought + final, ("I think.", "So.\n")), (thought + thought + final, ("I think.I think.", "So.\n")),
+        (final, ("", "So.\n")), ("No channel.", ("", "No channel.")),
+        (f"{CHANNEL}analysis{SAYS}no end", ("no end", "")), (f"{CHANNEL}analy", ("", "")),
+        (f"{CHANNEL}commentary to=functions.rm{SAYS}{{}}", ("", f"{CHANNEL}commentary to=functions.rm{SAYS}{{}}")),
+        (f"{CHANNEL}commentary to=functions.now{SAYS}no", ("", f"{CHANNEL}commentary to=functions.now{SAYS}no")),
+    ):  # fmt: skip
+        for parts in ([text], list(text)):
+            found = parse(None, "", parts, reasoning="openai_gptoss")
+            assert (found["reasoning"], found["content"], found["calls"]) == (*expected, []), text
+    called = f"{thought}{CHANNEL}commentary to=functions.now <|constrain|>json{SAYS}{{}}"
+    found = parse("openai", called, reasoning="openai_gptoss")
+    assert (found["reasoning"], found["content"], found["calls"]) == ("I think.", "", [["now", "{}", "end"]])
 
 
 HOSTILE = [
@@ -319,6 +345,6 @@ def test_formats_of_templates() -> None:
         ("{{ '<tool_call>' }} {\"name\": x, \"arguments\": y}", ("hermes",)), ("[TOOL_CALLS]", ("mistral",)),
         ("<tool_call><function=a><parameter=b> \"arguments\"", ("qwen3_coder", "qwen3_xml")), ("plain", ()),
         ("<|python_tag|>", ("llama3_json",)), ("[func_name1(params_name1=params_value1)]", ("pythonic",)),
-        (DS["calls▁begin"], ("deepseek_v3",)),
+        (DS["calls▁begin"], ("deepseek_v3",)), ("'<|start|>assistant<|channel|>final<|message|>'", ("openai",)),
     ):  # fmt: skip
         assert formats_of(template) == expected
