@@ -19,7 +19,8 @@ Each prints a table and writes benchmarks/out/structured_NAME.json.
 - door: by verdict, how many grammars, and how long each was waited for; those that were there before are told by
   themselves, as they may be kept.
 - beside: gaps of the tokens of four rows, while eight others have short answers one after the other: free, or each held
-  to another one of fuzz's grammars, while more are being checked without a pause; in turns, the 99th of 100.
+  to another one of fuzz's grammars; by themselves, or while more are being checked without a pause; and, as a measure,
+  beside a process of the same priority that does nothing but count. In turns, the 99th of 100.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from planaria.checkpoint import resolve_checkpoint
 from planaria.errors import RequestError
 from planaria.kernels import sampling_library
 from planaria.server.tokenise import load_tokenizer
-from planaria.structured.check import TOO_MUCH, GrammarCheck, Vocabulary
+from planaria.structured.check import NICE, TOO_MUCH, GrammarCheck, Vocabulary
 from planaria.structured.constraint import Constraint, Constraints
 from planaria.structured.spec import form_of
 from planaria.structured.vocabulary import make_vocabulary
@@ -125,23 +126,25 @@ def parts(options: argparse.Namespace) -> dict[str, float]:
         source = form_of(form(json=given), "structured_outputs")
         constraint, made = Constraint(size, [eos_id], goes_on=False), Constraints(size, lambda eos: vocabulary)
         since = time.thread_time()
-        made._begin(constraint, json.dumps({"grammars": [{"json_schema": source.body}]}), [])
+        made._begin(constraint, json.dumps({"grammars": [{"json_schema": source.body}]}))
         return constraint, time.thread_time() - since
 
     begins = [begun({**PET, "title": str(i)})[1] for i in range(20)]
-    constraint, _ = begun(LONG)
-    logits, each, kernel = np.zeros((1, size), np.float32), [], sampling_library.load().ban
-    for token in answer:
-        since = time.thread_time()
-        constraint.ban(logits, 0, kernel)
-        constraint.drawn = token
-        constraint.settle()
-        each.append(time.thread_time() - since)
-    assert not constraint.error, constraint.error
-    found = {
-        "a token, mean": statistics.mean(each), "a token, median": statistics.median(each), "a token, most": max(each),
-        "a schema that is new, median": statistics.median(begins), "a schema that is new, most": max(begins),
-    }  # fmt: skip
+    found = {"a schema that is new, median": statistics.median(begins), "a schema that is new, most": max(begins)}
+    for kind, greedy in (("a token", False), ("a greedy row's token", True)):
+        constraint, _ = begun(LONG)
+        logits, each = np.zeros((1, size), np.float32), []
+        for token in answer:
+            logits[:] = 0.0
+            logits[0, token] = 1.0
+            since = time.thread_time()
+            if constraint.settle(logits[0], greedy=greedy) is None:
+                constraint.ban(logits, 0, sampling_library.load().ban(logits))
+                constraint.drawn = token
+            each.append(time.thread_time() - since)
+        assert not constraint.error, constraint.error
+        found |= {f"{kind}, mean": statistics.mean(each), f"{kind}, median": statistics.median(each),
+                  f"{kind}, most": max(each)}  # fmt: skip
     found = {name: 1e6 * seconds for name, seconds in found.items()}
     _show("Microseconds of a processor", ["", ""], [[name, f"{us:.0f}"] for name, us in found.items()])
     return found
@@ -284,8 +287,14 @@ def door(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def beside(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Milliseconds."""
-    gaps: dict[str, list[float]] = {"free": [], "held to grammars": []}
+    """Milliseconds, by what the eight others are and what else runs."""
+    door = [sys.executable, "-m", __spec__.name, "door", "--model", options.model]
+    spin = [sys.executable, "-c", f"import os\nos.nice({NICE})\nwhile True: pass"]
+    kinds: dict[str, tuple[bool, list[str]]] = {
+        "free": (False, []), "free, beside a process that counts": (False, spin), "free, beside checks": (False, door),
+        "held to grammars": (True, []), "held to grammars, beside checks": (True, door),
+    }  # fmt: skip
+    gaps: dict[str, list[float]] = {kind: [] for kind in kinds}
     numbers = itertools.count(options.first)
     with LLM(options.model, max_num_seqs=OTHERS + SHORT, enable_prefix_caching=False, max_model_len=1024) as llm:
 
@@ -308,21 +317,21 @@ def beside(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         count = SHORT * LASTS // 24
         free = [SamplingParams(max_tokens=24, seed=i, ignore_eos=True) for i in range(count)]
         for number in range(options.rounds + 1):
-            asked = [checked() for _ in range(count)]
-            run("free", free)
-            door = subprocess.Popen([sys.executable, "-m", __spec__.name, "door", "--model", options.model])
-            run("held to grammars", asked)
-            door.kill()
-            door.wait()
+            for kind, (held, command) in kinds.items():
+                asked = [checked() for _ in range(count)] if held else free
+                with subprocess.Popen(command) if command else contextlib.nullcontext() as process:
+                    run(kind, asked)
+                    if process is not None:
+                        process.kill()
             if not number:  # warm
-                gaps = {kind: [] for kind in gaps}
+                gaps = {kind: [] for kind in kinds}
     found = {
         kind: {"p50": 1e3 * statistics.median(values), "p99": 1e3 * sorted(values)[int(0.99 * len(values))],
                "longest": 1e3 * max(values)} for kind, values in gaps.items()
     }  # fmt: skip
-    _show("Gaps of others' tokens, in ms", ["", *found["free"]],
-          [[kind, *(f"{ms:.2f}" for ms in values.values())] for kind, values in found.items()])  # fmt: skip
-    print(f"p99, held over free: {found['held to grammars']['p99'] / found['free']['p99']:.2f}x")
+    _show("Gaps of others' tokens, in ms", ["", *found["free"], "p99, over free"],
+          [[kind, *(f"{ms:.2f}" for ms in values.values()), f"{values['p99'] / found['free']['p99']:.2f}x"]
+           for kind, values in found.items()])  # fmt: skip
     return found
 
 

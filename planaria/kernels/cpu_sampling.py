@@ -267,7 +267,8 @@ def sample_lines(
     tops, top_bits, block_masses, counts, masses, digit_counts, digit_masses, buckets, block_weights,
     ids, keys, weights, tokens, flags,
 ):  # fmt: skip
-    """Choose a token for lines `begin` to `end` of logits [S, size]; line i belongs to rows[i].
+    """Choose a token for lines `begin` to `end` of logits [S, size]; line i belongs to rows[i], and is left as it is
+    where that is negative.
 
     By row: scales log2(e) / temperature or 0 for greedy, top_k or 0, top_p, limits -log2(min_p) or infinity, seeds,
     positions. By line: tokens, and flags OK, BROKEN (NaN or infinity) or BANNED (nothing to choose from), token 0.
@@ -275,6 +276,8 @@ def sample_lines(
     blocks = (size + BLOCK - 1) // BLOCK
     for i in range(begin, end):
         row, base = rows[i], i * size
+        if row < 0:
+            continue
         tokens[i] = 0
         top = _greatest(bits, base, size, tops, top_bits)
         if not top < _INFINITY:

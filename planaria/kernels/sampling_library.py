@@ -99,10 +99,10 @@ class SamplingKernels:
             repetition, frequency, presence,
         )  # fmt: skip
 
-    def ban(self, logits: Array, line: int, allowed: int) -> None:
-        """`ban_line` of one line; allowed: the address of words of 64 bits, one for each logit."""
-        size = logits.shape[1]
-        self._functions["ban_line"](logits.ctypes.data, line * size, size, allowed)
+    def ban(self, logits: Array) -> Callable[[int, int], None]:
+        """`ban_line` of lines of these; told a line, and the address of words of 64 bits, one for each logit."""
+        address, size, ban_line = logits.ctypes.data, logits.shape[1], self._functions["ban_line"]
+        return lambda line, allowed: ban_line(address, line * size, size, allowed)
 
 
 _lock = threading.Lock()

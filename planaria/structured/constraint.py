@@ -3,7 +3,7 @@
 The rule: which tokens a row may have is a function of its grammar and its output, so a row that enters with a history
 is where it was. A grammar is compiled from the moment its row enters, in a thread that runs while the model does. What
 may follow a token is looked for when the next one is about to be drawn, by all threads that compute, or, where these
-have nothing to do meanwhile, from the moment that token is drawn.
+have nothing to do meanwhile or the last one took long, from the moment that token is drawn, in a thread beside them.
 
 What is not ready in time is late: nobody waits for it, and its request enters again, as one does that lost its row.
 Whatever goes wrong with a grammar is an error of its row alone, at its next token: rows of ranks that draw nothing,
@@ -12,11 +12,14 @@ which have no grammars, stay the same as those of the rank that does.
 
 from __future__ import annotations
 
+import math
+import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,14 +32,19 @@ STACK = 64 << 20  # bytes of the threads that compile and follow grammars: more 
 COMPILED = 32  # grammars that are kept
 LATE = 256  # keys of constraints that are kept for rows to enter again
 WORTH_A_THREAD = 8  # rows: handing work to a thread costs as much as a few
-PATIENCE = 0.01  # seconds in which a step waits for what isn't ready, in all
+PATIENCE = 0.01  # seconds in which a step waits for what isn't ready, in all, where all its rows do
+BESIDE = 0.002  # and where others are in it, who have waited for nobody so far
+SLOW = 0.001  # seconds of a processor that a token took, after which the next one is looked for aside
 EACH = 0.005  # seconds of a processor that a row's tokens may take, each
+NICE = 10  # of what is done beside: a tenth of a core where others want it all
 AT_FIRST = 0.5  # and so many more, in all
+
+COMPILING, FOLLOWING, ASIDE = range(3)  # what threads do
 
 TOO_COMPLEX = "the grammar of structured_outputs is too complex"
 
 VocabularyOf = Callable[[int], "llguidance.LLTokenizer"]  # by the token that stands for the end
-Ban = Callable[[Any, int, int], None]  # of logits, a line, and where a bit for each token allowed is in memory
+Ban = Callable[[int, int], None]  # of a line, and where a bit for each token allowed is in memory
 Key = tuple[str, tuple[int, ...], tuple[int, ...], bool]  # grammar, ends, output, goes_on
 
 
@@ -45,59 +53,92 @@ class Constraint:
     Between two tokens caches hold weights, and nothing of this: the less is touched, the better.
 
     eos_ids: end the output. goes_on: not while anything else is allowed. `must_end`: nothing but them is allowed.
-    `drawn`: the last token, that hasn't been looked at. `over`: the output has ended, and what is still drawn is
-    nobody's. `late`: it was not ready when its row was to draw. `spent`: seconds of a processor. `key`: what it was
-    made of, until a token is drawn.
+    `drawn`: the last of the output, that hasn't been taken in. `looked`: `allowed` and `must_end` are of what was taken
+    in. `over`: the output has ended, and what is still drawn is nobody's. `late`: it was not ready when its row was to
+    draw; `waited`: nor the time before, and who was in the step waited for it. `spent`: seconds of a processor;
+    `slow`: many for the last token.
     """
 
     __slots__ = (
-        "address", "allowed", "drawn", "ends", "eos_ids", "error", "goes_on", "key", "late", "looks", "mask_bytes",
-        "matcher", "must_end", "over", "ready", "size", "spent",
+        "address", "allowed", "drawn", "ends", "eos_ids", "error", "given", "goes_on", "late", "looked", "mask_bytes",
+        "matcher", "must_end", "output", "over", "ready", "size", "slow", "spent", "tokens", "waited",
     )  # fmt: skip
 
-    def __init__(self, vocab_size: int, eos_ids: Sequence[int], *, goes_on: bool) -> None:
+    def __init__(
+        self, vocab_size: int, eos_ids: Sequence[int], *, goes_on: bool, grammar: str = "", output: Sequence[int] = ()
+    ) -> None:
         self.size, self.goes_on = vocab_size, goes_on
-        self.key: Key | None = None
+        self.given, self.output = (grammar, tuple(eos_ids)), list(output)
         self.allowed, self.address, self.mask_bytes = bytearray(), 0, 0
         self.eos_ids = np.array([token for token in eos_ids if 0 <= token < vocab_size], np.int64)
         self.ends = frozenset(self.eos_ids.tolist())
         self.matcher: llguidance.LLMatcher | None = None
         self.ready: Future[None] | None = None
         self.error = ""
-        self.over = self.late = self.must_end = False
+        self.over = self.late = self.looked = self.must_end = self.slow = self.waited = False
         self.drawn: int | None = None
-        self.looks, self.spent = 0, 0.0
+        self.tokens, self.spent = 0, 0.0
 
-    def begin(self, matcher: llguidance.LLMatcher, tokens: int, output: Sequence[int]) -> None:
-        """With what came out already. tokens: of the matcher's vocabulary."""
+    @property
+    def key(self) -> Key:
+        """What it is a function of."""
+        return (*self.given, tuple(self.output), self.goes_on)
+
+    def begin(self, matcher: llguidance.LLMatcher, tokens: int) -> None:
+        """With the output so far. tokens: of the matcher's vocabulary."""
         self.matcher = matcher
         self.mask_bytes = (tokens + 31) // 32 * 4
         self.allowed = bytearray(-(-max(self.size, self.mask_bytes * 8) // 64) * 8)
         self.address = np.frombuffer(self.allowed, np.uint8).ctypes.data
-        for token in output:
+        for token in self.output:
             self._take(token, f"token {token} does not follow the grammar of structured_outputs")
         self._look()
 
-    def settle(self) -> None:
-        """Take in what was drawn."""
-        token, self.drawn = self.drawn, None
-        if token is None or self.error:
-            return
+    def settle(self, line: Any = None, *, greedy: bool = False) -> int | None:
+        """Take in what was drawn, and look for what may come next, unless it is clear without that what is drawn now:
+        the only token that may come, or, of a greedy row, the greatest logit. That is taken in, too, and returned.
+        line: the row's logits, if it is drawn now."""
+        if self.error or (self.looked and self.drawn is None):
+            return None
+        since = time.thread_time()
         try:
-            since = time.thread_time()
-            self._take(token, TOO_COMPLEX)  # it was allowed
-            self._look()
-            self.looks += 1
-            self.spent += time.thread_time() - since
+            token, self.drawn = self.drawn, None
+            if token is not None:
+                self._take(token, TOO_COMPLEX)  # it was allowed
+            found = self._follow(line, greedy) if line is not None else None
+            if found is None:
+                self._look()
         except Exception as e:
-            self.error = f"the grammar of structured_outputs failed: {type(e).__name__}: {e}"
-        if self.spent > AT_FIRST + EACH * self.looks:
-            each = 1e3 * self.spent / self.looks
+            self.error, found = f"the grammar of structured_outputs failed: {type(e).__name__}: {e}", None
+        took = time.thread_time() - since
+        self.tokens, self.spent, self.slow = self.tokens + 1, self.spent + took, took > SLOW
+        if self.spent > AT_FIRST + EACH * self.tokens:
+            each = 1e3 * self.spent / self.tokens
             self.error = f"the grammar of structured_outputs takes {each:.1f} ms a token; at most {1e3 * EACH:g}"
+            return None
+        return found
+
+    def _follow(self, line: Any, greedy: bool) -> int | None:
+        """See `settle`. Far less than a mask takes: what a greedy row would say may nearly always come."""
+        matcher = self.matcher
+        assert matcher is not None
+        if self.error or self.over or matcher.is_stopped():
+            return None
+        if forced := matcher.compute_ff_tokens():
+            token = forced[0]
+        elif greedy:
+            token = int(line.argmax())
+        else:
+            return None
+        if token in self.ends or not math.isfinite(line.item(token)) or not matcher.try_consume_tokens([token]):
+            return None
+        self.output.append(token)
+        return token
 
     def _take(self, token: int, why_not: str) -> None:
         """why_not: what it means when the grammar can't go on with it."""
         assert self.matcher is not None
+        self.looked = False
         self.over = self.over or token in self.ends
         if not self.over and not self.error and not self.matcher.consume_token(token):
             self._fail(why_not)
@@ -110,7 +151,7 @@ class Constraint:
         """For what may come next."""
         matcher = self.matcher
         assert matcher is not None
-        self.must_end = False
+        self.must_end, self.looked = False, True
         if self.error or self.over:
             return
         if matcher.is_stopped() and not matcher.is_error():
@@ -142,11 +183,17 @@ class Constraint:
             logits[line] = -np.inf
             logits[line, self.eos_ids] = 0.0
         elif kernel is not None:
-            kernel(logits, line, self.address)
+            kernel(line, self.address)
         else:
             banned = self._banned()
             logits[line, banned if isinstance(logits, np.ndarray) else _like(logits, banned)] = -np.inf
         return ""
+
+
+def _yield_to_others() -> None:
+    """Of a thread: what it does is no other row's hurry, and they compute meanwhile."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def _settle(constraints: list[Constraint]) -> None:
@@ -167,11 +214,11 @@ class Constraints:
     def __init__(self, vocab_size: int, vocabulary: VocabularyOf, threads: int = 1, *, ahead: bool = False) -> None:
         self.size, self.threads, self.ahead, self._vocabulary = vocab_size, threads, ahead, vocabulary
         self._compiled: OrderedDict[tuple[str, int], llguidance.LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()  # of those
         self.late = Constraint(vocab_size, (), goes_on=False)  # of rows that are late, until they enter again
         self.late.late = True
         self._late: dict[Key, list[Constraint]] = {}
-        self._compiling: ThreadPoolExecutor | None = None
-        self._following: ThreadPoolExecutor | None = None
+        self._pools: tuple[ThreadPoolExecutor, ...] = ()
 
     def enter(self, grammar: str, eos_ids: Sequence[int], output: Sequence[int], *, goes_on: bool) -> Constraint:
         """Of a row with this output so far; or one that was late, of this or another row: its work goes on."""
@@ -182,63 +229,85 @@ class Constraints:
             if not self._late[key]:
                 del self._late[key]
             return constraint
-        constraint = Constraint(self.size, eos_ids, goes_on=goes_on)
-        constraint.key = key
-        constraint.ready = self._threads()[0].submit(self._begin, constraint, grammar, output)
+        constraint = Constraint(self.size, eos_ids, goes_on=goes_on, grammar=grammar, output=output)
+        constraint.ready = self._threads()[COMPILING].submit(self._begin, constraint, grammar)
         return constraint
 
     def take(self, drawn: Sequence[tuple[Constraint, int]]) -> None:
         """These tokens were drawn."""
         for constraint, token in drawn:
-            constraint.drawn, constraint.key = token, None
-        if self.ahead and drawn:
-            ready = self._threads()[1].submit(_settle, [constraint for constraint, _ in drawn])
+            constraint.drawn = token
+            constraint.output.append(token)
+        if self.ahead:
+            self._aside([constraint for constraint, _ in drawn], FOLLOWING)
+        else:
             for constraint, _ in drawn:
+                if constraint.slow:
+                    self._aside([constraint], ASIDE)
+
+    def _aside(self, constraints: list[Constraint], pool: int) -> None:
+        """Look for what may come next of these, from now on."""
+        if constraints:
+            ready = self._threads()[pool].submit(_settle, constraints)
+            for constraint in constraints:
                 constraint.ready = ready
 
-    def bind(self, bound: Sequence[tuple[int, Constraint]], logits: Any, kernel: Ban | None = None) -> dict[int, str]:
-        """Ban what may not be drawn from these lines of logits. kernel: see `Constraint.ban`. Returns errors by line;
-        one that is empty is of a row that is late, and has `late` from now on."""
-        deadline = 0.0
-        for _, constraint in bound:
-            if constraint.ready is None or constraint.late:
-                continue
-            if not constraint.ready.done():
-                deadline = deadline or time.monotonic() + PATIENCE
+    def bind(
+        self, bound: Sequence[tuple[int, Constraint]], logits: Any, kernel: Ban | None = None,
+        greedy: Container[int] = (),
+    ) -> tuple[dict[int, str], dict[int, int]]:  # fmt: skip
+        """Ban what may not be drawn from these lines of logits. kernel: see `Constraint.ban`; greedy: lines whose
+        greatest logit is drawn where it may come. Returns errors by line, of which one that is empty is of a row that
+        is late, and has `late` from now on; and, for lines of which that is clear without a mask, what is drawn: these
+        are left as they are, and `take` isn't to be told."""
+        waiting = [constraint for _, constraint in bound if constraint.ready is not None and not constraint.late]
+        alone = self.ahead or len(waiting) == len(logits)
+        deadline = time.monotonic() + (PATIENCE if alone else BESIDE)
+        for constraint in waiting:
+            assert constraint.ready is not None
+            if not constraint.ready.done() and (alone or not constraint.waited):
                 wait([constraint.ready], max(0.0, deadline - time.monotonic()))
             if constraint.ready.done():
                 constraint.ready = None
             else:
                 constraint.late = True
                 self._keep(constraint)
+            constraint.waited = constraint.late
+        errors: dict[int, str] = {}
+        drawn: dict[int, int] = {}
 
-        def banned(lines: list[tuple[int, Constraint]]) -> dict[int, str]:
-            _settle([constraint for _, constraint in lines])
-            return {line: error for line, constraint in lines if (error := constraint.ban(logits, line, kernel))}
+        def settle(lines: list[tuple[int, Constraint]]) -> None:
+            for line, constraint in lines:
+                token = constraint.settle(None if self.ahead else logits[line], greedy=line in greedy)
+                if token is not None:
+                    drawn[line] = token
+                    if constraint.slow:
+                        self._aside([constraint], ASIDE)
+                elif error := constraint.ban(logits, line, kernel):
+                    errors[line] = error
 
         there = [(line, constraint) for line, constraint in bound if not constraint.late]
         parts = 1 if self.ahead else max(1, min(self.threads, len(there) // WORTH_A_THREAD))
-        others = [self._threads()[1].submit(banned, there[part::parts]) for part in range(1, parts)]
-        errors = banned(there[::parts])
+        others = [self._threads()[FOLLOWING].submit(settle, there[part::parts]) for part in range(1, parts)]
+        settle(there[::parts])
         for other in others:
-            errors |= other.result()
-        return errors | {line: "" for line, constraint in bound if constraint.late}
+            other.result()
+        errors |= {line: "" for line, constraint in bound if constraint.late}
+        return errors, drawn
 
     def _keep(self, constraint: Constraint) -> None:
-        """For its request, when that enters again, if nothing was drawn since it began."""
-        if constraint.key is None:
-            return
+        """For its request, when that enters again."""
         self._late.setdefault(constraint.key, []).append(constraint)
         while len(self._late) > LATE:
             del self._late[next(iter(self._late))]
 
-    def _begin(self, constraint: Constraint, grammar: str, output: Sequence[int]) -> None:
+    def _begin(self, constraint: Constraint, grammar: str) -> None:
         try:
             if not len(constraint.eos_ids):
                 constraint.error = "structured_outputs need a token that ends an output, and this model has none"
                 return
             eos_id = int(constraint.eos_ids[0])
-            constraint.begin(self._matcher(grammar, eos_id), self._vocabulary(eos_id).vocab_size, output)
+            constraint.begin(self._matcher(grammar, eos_id), self._vocabulary(eos_id).vocab_size)
         except Exception as e:
             constraint.error = f"the grammar of structured_outputs can't be used: {type(e).__name__}: {e}"
 
@@ -248,34 +317,37 @@ class Constraints:
         from planaria.structured.vocabulary import limits
 
         key = (grammar, eos_id)
-        made = self._compiled.get(key)
+        with self._lock:
+            made = self._compiled.get(key)
         if made is None:
             made = llguidance.LLMatcher(self._vocabulary(eos_id), grammar, log_level=0, limits=limits())
             if made.is_error():
                 raise ValueError(made.get_error())
+        with self._lock:
             self._compiled[key] = made
+            self._compiled.move_to_end(key)
             if len(self._compiled) > COMPILED:
                 self._compiled.popitem(last=False)
-        self._compiled.move_to_end(key)
         return made.deep_copy()
 
-    def _threads(self) -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
-        """That compiles, and those that follow."""
-        if self._compiling is None:
-            before, others = threading.stack_size(STACK), max(1, self.threads - 1)
+    def _threads(self) -> tuple[ThreadPoolExecutor, ...]:
+        """By what they do. Several compile, so that what takes long holds up nobody else's."""
+        if not self._pools:
+            counts = {COMPILING: 2, FOLLOWING: max(1, self.threads - 1), ASIDE: 1}
+            before, started = threading.stack_size(STACK), threading.Barrier(sum(counts.values()) + 1)
             try:
-                self._compiling, self._following = ThreadPoolExecutor(1, "grammar"), ThreadPoolExecutor(others, "mask")
-                started = threading.Barrier(others + 2)
-                for pool, threads in ((self._compiling, 1), (self._following, others)):
-                    for _ in range(threads):
+                self._pools = tuple(
+                    ThreadPoolExecutor(count, f"grammar-{kind}", None if kind == FOLLOWING else _yield_to_others)
+                    for kind, count in counts.items()
+                )
+                for pool, count in zip(self._pools, counts.values(), strict=True):
+                    for _ in range(count):
                         pool.submit(started.wait)
                 started.wait()  # all are there now, with their stacks
             finally:
                 threading.stack_size(before)
-        assert self._following is not None
-        return self._compiling, self._following
+        return self._pools
 
     def close(self) -> None:
-        for pool in (self._compiling, self._following):
-            if pool is not None:
-                pool.shutdown(wait=False, cancel_futures=True)
+        for pool in self._pools:
+            pool.shutdown(wait=False, cancel_futures=True)

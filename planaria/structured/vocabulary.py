@@ -18,9 +18,9 @@ from planaria.errors import ModelError
 # What one grammar may cost, whoever compiles or follows it; the library counts, so that it is the same everywhere.
 MAX_FUEL = 1_000_000  # for making a grammar's lexer; 50,000 of it are a millisecond
 MAX_STEP_FUEL = 200_000  # for one token's mask; 14,000 are a millisecond
-# Of the parser, for one token's mask; each takes the longer the more there are at once. An object with 500 properties
-# that may be left out has as many, in 2 ms; ambiguous grammars that were made for it take a second.
-MAX_STEP_ITEMS = 3_000
+# Of the parser, for one token's mask; each takes the longer the more there are at once. An object with 120 properties
+# that may be left out has as many, in 1 ms; ambiguous grammars that were made for it take 60 ms.
+MAX_STEP_ITEMS = 10_000
 MAX_STATES = 50_000  # of a lexer; 1 to 2 kB each
 MAX_SYMBOLS = 100_000  # of a grammar
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from planaria.kernels.sampling_library import BANNED, BROKEN, SamplingKernels, Scratch, load
+from planaria.kernels.sampling_library import BANNED, BROKEN, OK, SamplingKernels, Scratch, load
 from planaria.protocol import Fresh
 from planaria.structured.constraint import Constraint, Constraints
 from planaria.types import TokenLogprobs
@@ -245,17 +245,21 @@ class Sampler:
         """Prompt and output so far. Not to be changed."""
         return self._rows[row].history
 
-    def sample(self, logits: Any, rows: list[int]) -> tuple[list[int], dict[int, TokenLogprobs], dict[int, str]]:
+    def sample(
+        self, logits: Any, rows: list[int], lines: list[int] | None = None
+    ) -> tuple[list[int], dict[int, TokenLogprobs], dict[int, str]]:
         """Draw the next token of each row and append it to the row's history.
 
-        logits float32 [S, vocab_size], line i of `rows[i]`, no row twice; they may be overwritten. Returns the
-        tokens, in order; the log-probabilities by row where asked for; errors by row. A row with an error gets
-        token 0 (so that its history is as long as the cache expects), and no other row notices. An error that is empty:
-        the row is late, now and until it enters again.
+        logits float32 [S, vocab_size], line i, or lines[i], of `rows[i]`, no row twice; they may be overwritten.
+        Returns the tokens, in order; the log-probabilities by row where asked for; errors by row. A row with an error
+        gets token 0 (so that its history is as long as the cache expects), and no other row notices. An error that is
+        empty: the row is late, now and until it enters again.
         """
-        logits = self._checked(logits, len(rows))
+        logits = self._checked(logits, len(rows) if lines is None else len(logits))
         if not rows:
             return [], {}, {}
+        if lines is not None and (self.plain or not (self._special | self._drawing).isdisjoint(rows)):
+            logits, lines = logits[lines], None
         at, states, histories = self._of(rows)
         special = [i for i, row in enumerate(rows) if row in self._special] if self._special else []
         wanted = [i for i in special if states[i].params.logprobs is not None]
@@ -265,13 +269,12 @@ class Sampler:
         if wanted and raw is None:
             raw = self._copy(logits, wanted)
         self._edit(logits, {i: states[i].changes() for i in edited})
-        refused = self._bind(logits, bound) if bound else {}
-        for i in refused:
-            if not refused[i] and self.constraints is not None:
-                states[i].constraint = self.constraints.late  # its own may be another row's by the next step
-        tokens, failed = self._choose(logits, rows, states)
         if bound:
-            self._take(bound, tokens, failed, refused)
+            tokens, failed = self._choose_bound(logits, rows, states, bound)
+        elif lines is None:
+            tokens, failed = self._choose(logits, rows, states)
+        else:
+            tokens, failed = sampling.greedy(logits, lines)  # a copy would take longer than all they are looked at for
         logprobs: dict[int, TokenLogprobs] = {}
         if raw is not None:
             counts = [states[i].params.logprobs or 0 for i in wanted]
@@ -299,15 +302,24 @@ class Sampler:
             raise ValueError(f"token ids outside the vocabulary of {self.vocab_size}")
         return self._logprobs(logits, targets, min(k, self.vocab_size))
 
-    def _take(
-        self, bound: list[tuple[int, Constraint]], tokens: list[int], failed: dict[int, str], refused: dict[int, str]
-    ) -> None:
-        """Move the constraints of lines on by what was drawn. refused: by their constraints, which failed, too."""
-        assert self.constraints is not None
+    def _choose_bound(
+        self, logits: Any, rows: list[int], states: list[_Row], bound: list[tuple[int, Constraint]]
+    ) -> tuple[list[int], dict[int, str]]:
+        """`_choose`, where constraints bind some of the lines. They move on by what was drawn."""
+        constraints = self.constraints
+        assert constraints is not None
+        refused, clear = self._bind(logits, bound, {i for i, _ in bound if rows[i] not in self._drawing})
+        for i in refused:
+            if not refused[i]:
+                states[i].constraint = constraints.late  # its own may be another row's by the next step
+        if len(clear) == len(rows):
+            return [clear[i] for i in range(len(rows))], {}
+        tokens, failed = self._choose(logits, rows, states, clear)
         failed.update(refused)
         for i in refused:
             tokens[i] = 0
-        self.constraints.take([(constraint, tokens[i]) for i, constraint in bound if i not in failed])
+        constraints.take([(constraint, tokens[i]) for i, constraint in bound if i not in failed and i not in clear])
+        return tokens, failed
 
     # What is done with logits, once they are checked. `TorchSampler` has other ways.
 
@@ -320,19 +332,33 @@ class Sampler:
             else:
                 sampling.edit(logits[i], *change)
 
-    def _bind(self, logits: Any, bound: list[tuple[int, Constraint]]) -> dict[int, str]:
-        """Ban what grammars don't allow, in place. Returns errors by line."""
+    def _bind(
+        self, logits: Any, bound: list[tuple[int, Constraint]], greedy: set[int]
+    ) -> tuple[dict[int, str], dict[int, int]]:
+        """Ban what grammars don't allow, in place. greedy: of these lines those that are. Returns errors by line, and
+        tokens of lines for which it is clear what is drawn."""
         assert self.constraints is not None
-        return self.constraints.bind(bound, logits, None if self._kernels is None else self._kernels.ban)
+        ban = None if self._kernels is None else self._kernels.ban(logits)
+        return self.constraints.bind(bound, logits, ban, greedy)
 
-    def _choose(self, logits: Any, rows: list[int], states: list[_Row]) -> tuple[list[int], dict[int, str]]:
-        """Tokens and errors, both by line."""
-        kernels = self._kernels
-        if not self.plain and self._drawing.isdisjoint(rows):
+    def _choose(
+        self, logits: Any, rows: list[int], states: list[_Row], clear: Mapping[int, int] | None = None
+    ) -> tuple[list[int], dict[int, str]]:
+        """Tokens and errors, both by line. clear: tokens of lines that needn't be looked at."""
+        clear = clear or {}
+        kernels, greedy = self._kernels, not self.plain and self._drawing.isdisjoint(rows)
+        if greedy and not clear:
             return sampling.greedy(logits)
-        if kernels is not None:
-            return kernels.choose(logits, np.array(rows, np.int64))
-        return sampling.choose(logits, [state.params for state in states], random_bits(states))
+        if kernels is not None and not greedy:
+            return kernels.choose(logits, np.array(rows, np.int64), clear)
+        left = [i for i in range(len(rows)) if i not in clear]
+        some = [states[i] for i in left]
+        if greedy:
+            tokens, failed = sampling.greedy(logits, left)
+        else:
+            tokens, failed = sampling.choose(logits[left], [state.params for state in some], random_bits(some))
+        found = {**clear, **dict(zip(left, tokens, strict=True))}
+        return [found[i] for i in range(len(rows))], {left[at]: why for at, why in failed.items()}
 
     def _logprobs(self, logits: Any, targets: Sequence[int], k: int) -> list[TokenLogprobs]:
         of = sampling.raw_logprobs if self._kernels is None else self._kernels.logprobs
@@ -403,10 +429,15 @@ class _Kernels:
         if self._pool is not None:
             self._pool.shutdown()
 
-    def choose(self, lines: npt.NDArray[np.float32], rows: npt.NDArray[np.int64]) -> tuple[list[int], dict[int, str]]:
-        """`sampling.choose`."""
+    def choose(
+        self, lines: npt.NDArray[np.float32], rows: npt.NDArray[np.int64], clear: Mapping[int, int]
+    ) -> tuple[list[int], dict[int, str]]:
+        """`sampling.choose`. clear: tokens of lines that needn't be looked at."""
         n = len(rows)
         out = np.empty((2, n), np.int64)
+        if clear:
+            at = list(clear)
+            rows[at], out[0, at], out[1, at] = -1, list(clear.values()), OK
         addresses = [out[0].ctypes.data, out[1].ctypes.data]
         settings = [rows.ctypes.data, *self._addresses]
         self._split(n, lambda begin, end, s: self._library.sample(lines, begin, end, s, settings, addresses))

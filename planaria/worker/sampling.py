@@ -123,10 +123,14 @@ def choose(
     return tokens, errors
 
 
-def greedy(logits: FloatArray) -> tuple[list[int], dict[int, str]]:
-    """`choose` where every row takes its greatest logit. A NaN counts as the greatest."""
-    tokens: list[int] = logits.argmax(axis=1).tolist()
-    errors = _without_choice([logits.item(i, token) for i, token in enumerate(tokens)])
+def greedy(logits: FloatArray, lines: Sequence[int] | None = None) -> tuple[list[int], dict[int, str]]:
+    """`choose` where every row takes its greatest logit. A NaN counts as the greatest. lines: only of these."""
+    tokens: list[int]
+    if lines is None:
+        tokens, lines = logits.argmax(axis=1).tolist(), range(len(logits))
+    else:
+        tokens = [int(logits[line].argmax()) for line in lines]
+    errors = _without_choice([logits.item(line, token) for line, token in zip(lines, tokens, strict=True)])
     for i in errors:
         tokens[i] = 0
     return tokens, errors

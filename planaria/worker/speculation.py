@@ -108,7 +108,7 @@ class Speculation:
         going, number = list(range(len(rows))), 0
         while going:
             some = [rows[i] for i in going]
-            tokens, entries, wrong = sampler.sample(_lines(logits, [lines[i] + number for i in going]), some)
+            tokens, entries, wrong = sampler.sample(*_lines(logits, some, [lines[i] + number for i in going]))
             errors.update(wrong)
             right = []
             for i, row, token in zip(going, some, tokens, strict=True):
@@ -151,10 +151,13 @@ class Speculation:
         self._guesses |= {row: found[row][0] for row in guessed if found.get(row)}
         self._drafting = time.perf_counter() - since
         told: ToldRows = np.zeros((len(rows), self.width), np.int32)
-        for i, (row, tokens) in enumerate(zip(rows, drawn, strict=True)):
-            own = drafts.get(row, ())
-            told[i, :HEAD] = max(1, len(tokens)), tokens[-1] if tokens else 0, len(own)
-            told[i, HEAD : HEAD + len(own)] = own
+        told[:, 0] = [max(1, len(tokens)) for tokens in drawn]
+        told[:, 1] = [tokens[-1] if tokens else 0 for tokens in drawn]
+        if drafts:
+            for i, row in enumerate(rows):
+                if own := drafts.get(row):
+                    told[i, 2] = len(own)
+                    told[i, HEAD : HEAD + len(own)] = own
         return told
 
     def follow(self) -> bool:
@@ -215,5 +218,7 @@ def make_speculation(
     return Speculation(scheduler.max_num_seqs, scheduler.max_drafts, config.model.vocab_size, batch, drafter)
 
 
-def _lines(logits: Any, lines: list[int]) -> Any:
-    return logits if lines == list(range(len(logits))) else logits[lines]
+def _lines(logits: Any, rows: list[int], lines: list[int]) -> tuple[Any, list[int], list[int] | None]:
+    """What `Sampler.sample` is told. lines: rising."""
+    first, end = lines[0], lines[-1] + 1
+    return (logits[first:end], rows, None) if end - first == len(lines) else (logits, rows, lines)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,11 +57,15 @@ class TorchSampler(Sampler):
             torch_sampling.edit(logits[i], *change)
 
     @torch.inference_mode()
-    def _bind(self, logits: Any, bound: list[tuple[int, Constraint]]) -> dict[int, str]:
-        return super()._bind(logits, bound)
+    def _bind(
+        self, logits: Any, bound: list[tuple[int, Constraint]], greedy: set[int]
+    ) -> tuple[dict[int, str], dict[int, int]]:
+        return super()._bind(logits, bound, set())
 
     @torch.inference_mode()
-    def _choose(self, logits: Any, rows: list[int], states: list[Any]) -> tuple[list[int], dict[int, str]]:
+    def _choose(
+        self, logits: Any, rows: list[int], states: list[Any], clear: Mapping[int, int] | None = None
+    ) -> tuple[list[int], dict[int, str]]:
         drawer = self.drawer
         if drawer is None:
             return torch_sampling.choose(logits, [state.params for state in states], random_bits(states))

@@ -34,8 +34,8 @@ WAYS = ["kernels", "plain", "torch"]
 class OnDevice(TorchSampler):
     """The sampler of logits on a device, given those that others are given."""
 
-    def sample(self, logits: Any, rows: list[int]) -> Any:
-        return super().sample(torch.from_numpy(logits), rows)
+    def sample(self, logits: Any, rows: list[int], lines: list[int] | None = None) -> Any:
+        return super().sample(torch.from_numpy(logits), rows, lines)
 
     def prompt_logprobs(self, logits: Any, targets: Sequence[int], k: int) -> Any:
         return super().prompt_logprobs(torch.as_tensor(logits), targets, k)
@@ -628,6 +628,22 @@ def test_lines_may_be_strided(maker: Callable[[int, int], Sampler]) -> None:
 
 
 # --- Loading. ---
+
+
+@pytest.mark.parametrize("other", [Params(temperature=0), Params(temperature=1), Params(temperature=0, logprobs=1)])
+def test_lines_may_be_others_than_rows(maker: Callable[[int, int], Sampler], other: Params) -> None:
+    logits = normal(7, 50, seed=2)
+    logits[3, 9] = np.nan
+    found = []
+    for lines in (None, [0, 3, 6]):
+        sampler = maker(3, 50)
+        for row in range(3):
+            sampler.enter(row, fresh(other if row else Params(temperature=0)))
+        given = logits[[0, 3, 6]] if lines is None else logits.copy()
+        tokens, logprobs, errors = sampler.sample(given, [0, 1, 2], lines)
+        found.append((tokens, {row: entry.token for row, entry in logprobs.items()}, errors))
+        assert [sampler.history(row)[-1] for row in range(3)] == tokens
+    assert found[0] == found[1] and set(found[0][2]) == {1}
 
 
 @pytest.fixture
