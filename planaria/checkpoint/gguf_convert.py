@@ -20,7 +20,7 @@ ENDS = (  # of an answer, by their names: a file says one or two of them
     "<|return|>", "<|call|>",
 )  # fmt: skip
 MESSAGE_END, ANSWER_END = "<|end|>", "<|return|>"  # where there are both the first ends a part of an answer
-CONTROL = 3  # in tokenizer.ggml.token_type
+CONTROL, USER_DEFINED = 3, 4  # in tokenizer.ggml.token_type: older files have ends of turns as either
 
 
 def hf_name(name: str, layer: dict[str, str] = LAYER) -> str | None:
@@ -114,9 +114,9 @@ def convert_generation_config(header: GGUFHeader) -> dict[str, Any]:
     types: list[int] = meta.get("tokenizer.ggml.token_type", [])
     if "tokenizer.chat_template" in meta:
         pairs, unknown = enumerate(zip(tokens, types, strict=False)), meta.get("tokenizer.ggml.unknown_token_id")
-        controls = {token: i for i, (token, kind) in pairs if kind == CONTROL and i != unknown}
-        names = [name for name in ENDS if not (name == MESSAGE_END and ANSWER_END in controls)]
-        eos += [controls[name] for name in names if name in controls]
+        named = {token: i for i, (token, kind) in pairs if kind in (CONTROL, USER_DEFINED) and i != unknown}
+        names = [name for name in ENDS if not (name == MESSAGE_END and ANSWER_END in named)]
+        eos += [named[name] for name in names if name in named]
     return {"eos_token_id": list(dict.fromkeys(eos))} if eos else {}
 
 

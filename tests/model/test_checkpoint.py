@@ -210,19 +210,20 @@ def test_eos_ids_of_a_chat_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "ends"),
+    ("tokens", "kind", "ends"),
     [
-        (["<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"], [0, 1, 2]),  # Llama 3 calls tools by the second
-        (["<|im_end|>", "<|endoftext|>"], [0, 1]),  # Qwen's
-        (["<|return|>", "<|end|>", "<|call|>"], [0, 2]),  # GPT-OSS: the second ends its reasoning
-        (["<|end|>", "<|endoftext|>"], [0, 1]),  # Phi-3
+        (["<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"], 3, [0, 1, 2]),  # Llama 3 calls tools by the second
+        (["<|im_end|>", "<|endoftext|>"], 3, [0, 1]),  # Qwen's
+        (["<|return|>", "<|end|>", "<|call|>"], 3, [0, 2]),  # GPT-OSS: the second ends its reasoning
+        (["<|end|>", "<|endoftext|>"], 3, [0, 1]),  # Phi-3
+        (["<eos>", "<end_of_turn>"], 4, [0, 1]),  # an older file of Gemma's
     ],
 )
-def test_all_that_ends_an_answer(tokens: list[str], ends: list[int], tmp_path: Path) -> None:
+def test_all_that_ends_an_answer(tokens: list[str], kind: int, ends: list[int], tmp_path: Path) -> None:
     """A file names one of them."""
     meta = {
         "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": ["a b"], "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [3] * len(tokens), "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.ggml.token_type": [kind] * len(tokens), "tokenizer.ggml.eos_token_id": 0,
         "tokenizer.chat_template": "x",
     }  # fmt: skip
     found = resolve_checkpoint(str(write_gguf(tmp_path / "m.gguf", meta=meta)))
