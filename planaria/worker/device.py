@@ -7,6 +7,9 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from planaria.checkpoint.spec import Checkpoint
 from planaria.config.options import EngineConfig
 from planaria.env import cache_dir, visible
 from planaria.errors import ModelError
@@ -47,8 +50,10 @@ def make_ops(config: EngineConfig, threads: int | None = None) -> Ops:
     """The kernels of the configured device."""
     device = config.device
     if device.kernels == "native":
+        from planaria.kernels.cpu.build import compile_beside, target_for
         from planaria.kernels.cpu.ops import CpuOps
 
+        compile_beside(target_for(device.dtype), cache_dir() / "kernels", lambda: packed_kinds(config))
         return CpuOps(device.dtype, threads or device.threads, cache_dir() / "kernels")
     own = config.model.foreign is None  # others' code can't be recorded
     if own and not device.platform.on_host and importlib.util.find_spec("triton") is not None:
@@ -58,6 +63,15 @@ def make_ops(config: EngineConfig, threads: int | None = None) -> Ops:
     from planaria.kernels.reference import TorchOps
 
     return TorchOps(device.platform.torch, device.dtype)
+
+
+def packed_kinds(config: EngineConfig) -> list[str]:
+    """That its weights are kept as."""
+    from planaria.kernels.blocks import KINDS
+    from planaria.loader.forms import forms
+
+    kept = forms(msgspec.convert(config.checkpoint, Checkpoint), config.device.quantization, 2)
+    return [kind for kind in dict.fromkeys(each.form for each in kept) if kind in KINDS]
 
 
 def make_sampler(config: EngineConfig, threads: int, ops: Any = None) -> Sampler:

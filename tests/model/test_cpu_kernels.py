@@ -573,6 +573,21 @@ def test_kinds_are_compiled_when_weights_of_them_come(tmp_path: Path, monkeypatc
     ops.close()
 
 
+def test_a_first_start_has_kinds_compiled_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = target_for("float32", "generic")
+    build.compile_beside(target, tmp_path, lambda: ["q4_0"])
+
+    def nowhere(target: Any, kind: str) -> bytes:
+        raise AssertionError(f"{kind} is compiled here")
+
+    monkeypatch.setattr(build, "compile_object", nowhere)
+    assert build.ensure(target, tmp_path, "q4_0")
+    monkeypatch.setattr(build, "compile_object", lambda target, kind: b"all else")
+    build.ensure(target, tmp_path)
+    build.compile_beside(target, tmp_path, lambda: pytest.fail("something is compiled already"))
+    assert not build._beside
+
+
 @pytest.mark.skipif(not has_avx2(), reason="a table of bytes is read lane by lane")
 def test_levels_are_looked_up_by_an_instruction() -> None:
     table, plain = (len(build.ensure(target_for("float32", "generic"), None, kind)) for kind in ("iq4_nl", "q4_0"))

@@ -5,11 +5,15 @@ hash of these sources, the compiler's versions and the CPU.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import inspect
+import os
 import re
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 from types import FunctionType
@@ -36,6 +40,7 @@ EXTERNAL = ("syscall", "memcpy", "memset", "memmove")  # all that object code ca
 EntryPoint = Any  # a C function (control block, thread) -> None, called without the interpreter lock
 
 _lock = threading.Lock()
+_beside: list[subprocess.Popen[bytes]] = []  # see compile_beside
 _loaded: dict[tuple[Target, str], Any] = {}
 _of_number = {kind.number: name for name, kind in KINDS.items()}
 
@@ -119,10 +124,29 @@ def compile_object(target: Target, kind: str = "") -> bytes:
 
 def ensure(target: Target, cache_dir: Path | None = None, kind: str = "") -> bytes:
     """The object code, from the cache or compiled and put there."""
+    if kind and _beside:
+        _beside.pop().wait()
+    return objects.ensure(_file(target, cache_dir, kind), lambda: compile_object(target, kind))
+
+
+def _file(target: Target, cache_dir: Path | None, kind: str) -> Path:
     sources = [Path(__file__).parent / f"{name}.py" for name in SOURCES]
     facts = (str(target), kind, *_machine(target).facts)
-    path = object_file(cache_dir or env.cache_dir() / "kernels", "kernels", sources, facts)
-    return objects.ensure(path, lambda: compile_object(target, kind))
+    return object_file(cache_dir or env.cache_dir() / "kernels", "kernels", sources, facts)
+
+
+def compile_beside(target: Target, cache_dir: Path, kinds: Callable[[], Iterable[str]]) -> None:
+    """Where nothing is compiled as yet, have a process of its own compile these packed kinds while this one compiles
+    the rest: LLVM does one thing at a time in a process. `ensure` waits for it."""
+    if _beside or not sys.executable or _file(target, cache_dir, "").exists():
+        return
+    wanted = [kind for kind in kinds() if not _file(target, cache_dir, kind).exists()]
+    with contextlib.suppress(OSError):
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        if wanted and os.access(cache_dir, os.W_OK):
+            module = "planaria.kernels.cpu.build"
+            command = [sys.executable, "-m", module, str(cache_dir), target.dtype, target.isa, *wanted]
+            _beside.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL))
 
 
 def load(target: Target, cache_dir: Path | None = None) -> EntryPoint:
@@ -161,3 +185,9 @@ def target_for(dtype: str, isa: str | None = None) -> Target:
     if isa is not None and isa not in ISAS:
         raise ValueError(f"isa {isa!r}: choose one of {', '.join(ISAS)}")
     return Target(dtype, isa or host_isa())
+
+
+if __name__ == "__main__":
+    folder, dtype, isa, *kinds = sys.argv[1:]
+    for each in kinds:
+        ensure(Target(dtype, isa), Path(folder), each)
