@@ -200,6 +200,8 @@ def _open_folder(folder: str) -> int:
         status = os.fstat(fd)
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
             raise refuse("is another user's, or others may enter it", "give one of your own with mode 0700")
+        if not os.access(folder, os.W_OK):
+            raise refuse("can't be written", "give a folder that this user may write to, on a disk that takes it")
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)

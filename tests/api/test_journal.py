@@ -338,6 +338,14 @@ async def test_a_disk_that_does_not_answer(start, engine, tmp_path, monkeypatch)
             hangs.set()
 
 
+def test_a_disk_that_takes_nothing_is_no_place_for_a_journal(tmp_path, monkeypatch):
+    """Else what is there could not be asked for, nor anything new be taken."""
+    asyncio.run(Journal(str(tmp_path / "a")).close())
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # as of one that is mounted read-only
+    with pytest.raises(ConfigError, match="can't be written"):
+        Journal(str(tmp_path / "a"))
+
+
 def test_one_server_has_a_journal_at_a_time(tmp_path):
     folder = tmp_path / "a"
     first = Journal(str(folder))

@@ -187,6 +187,9 @@ class SimDisk:
     def fstat(self, fd: int) -> Any:
         return SimpleNamespace(st_uid=os.geteuid(), st_mode=stat.S_IFDIR | 0o700)
 
+    def access(self, folder: str, how: int) -> bool:
+        return True
+
     def flock(self, fd: int, how: int) -> None: ...
 
     def __getattr__(self, name: str) -> Any:
