@@ -338,8 +338,7 @@ class Sampler:
         """Ban what grammars don't allow, in place. greedy: of these lines those that are. Returns errors by line, and
         tokens of lines for which it is clear what is drawn."""
         assert self.constraints is not None
-        ban = None if self._kernels is None else self._kernels.ban(logits)
-        return self.constraints.bind(bound, logits, ban, greedy)
+        return self.constraints.bind(bound, logits, None if self._kernels is None else self._kernels.ban, greedy)
 
     def _choose(
         self, logits: Any, rows: list[int], states: list[_Row], clear: Mapping[int, int] | None = None

@@ -208,7 +208,7 @@ def test_what_a_row_may_draw_is_what_the_grammar_allows(
         resumed = [enter(False), enter(True)]
         lines = [*rows, *resumed]
         logits = np.zeros((len(lines), size), np.float32)
-        errors, clear = constraints.bind(list(enumerate(lines)), logits, kernels and kernels.ban(logits))
+        errors, clear = constraints.bind(list(enumerate(lines)), logits, kernels and kernels.ban)
         assert not errors
         for i, line in enumerate(logits):
             if i in clear:  # resumed ones have looked already, in the thread that compiles
@@ -224,7 +224,7 @@ def test_what_a_row_may_draw_is_what_the_grammar_allows(
         constraints.take([(row, token) for i, row in enumerate(rows) if i not in clear])
     constraints.take([(row, last) for row in rows])
     logits = np.zeros((len(rows), size), np.float32)
-    assert constraints.bind(list(enumerate(rows)), logits, kernels and kernels.ban(logits)) == ({}, {})
+    assert constraints.bind(list(enumerate(rows)), logits, kernels and kernels.ban) == ({}, {})
     assert not logits.any()  # it has ended: what is still drawn is nobody's
     constraints.close()
 
@@ -330,6 +330,7 @@ def test_nobody_waits_for_what_takes_long(
         return settle(self, *given, **more)
 
     monkeypatch.setattr(Constraint, "settle", told)
+    monkeypatch.setattr(constraint, "SUSPECT", -1.0)
     monkeypatch.setattr(constraint, "SLOW", -1.0)
     monkeypatch.setattr(constraint, "PATIENCE", patience)
     monkeypatch.setattr(constraint, "BESIDE", patience)
@@ -375,6 +376,7 @@ def test_what_was_begun_for_a_late_row_is_one_other_rows(tmp_path: Path, monkeyp
 
 
 def test_a_grammar_that_takes_too_long_ends_its_row(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    monkeypatch.setattr(constraint, "SUSPECT", -1.0)
     monkeypatch.setattr(constraint, "EACH", 0.0)
     monkeypatch.setattr(constraint, "AT_FIRST", 0.0)
     bound = SamplingParams(max_tokens=9, structured_outputs={"regex": "[ab]{20}"})  # type: ignore[arg-type]
