@@ -27,6 +27,7 @@ from planaria.server.response_store import ResponseStore
 from planaria.server.tokenise import LONG_TEXT, Tokenizer
 from planaria.server.transfer import Transfers
 from planaria.server.vectors import need_task
+from planaria.structured.check import PROCESSES
 from planaria.types import SamplingParams
 from planaria.wire import Dead, EngineFacts, Recovery
 
@@ -69,7 +70,7 @@ class Service(Admission):
         self._numbers = itertools.count()
         self._fingerprint: str | None = None
         self.grammars = grammar_check(tokenizer, lambda: client.facts)
-        self._checks = ThreadPoolExecutor(1, "planaria-grammar")
+        self._checks = ThreadPoolExecutor(PROCESSES, "planaria-grammar")
         self._checking = 0  # grammars that wait for it
 
     @property

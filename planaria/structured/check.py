@@ -5,6 +5,7 @@ memory, and is told what is wrong with it. What was said of one is kept, by its 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -28,6 +29,8 @@ CPU = 1.0  # seconds of a processor for compiling one grammar
 PATIENCE = 20.0  # seconds to wait for that, on a machine that is busy otherwise
 START = 60.0  # seconds for the process to come up
 MEMORY = 2 << 30  # bytes of addresses it may have
+PROCESSES = 2  # that compile
+OVERTAKEN = 0.05  # seconds that one may compile before others come to the next
 KEPT = 256  # verdicts that are kept
 KEPT_BYTES = 16 << 20  # of their grammars
 
@@ -62,17 +65,111 @@ class Verdict(msgspec.Struct, frozen=True):
     place: str = ""
 
 
-class GrammarCheck:
-    """vocabulary: made when the first grammar comes. Any thread; one grammar is compiled at a time."""
+class GrammarProcess:
+    """One that compiles. Not for two threads at once: `lock`."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
         self._vocabulary = vocabulary
-        self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()  # of who compiles
+        self.lock = threading.Lock()
+        self.process: subprocess.Popen[bytes] | None = None
+        self.was_up = self._closed = False
+
+    def ask(self, line: bytes) -> Verdict | None:
+        """None: nobody can tell, as the machine has no time, or the process was ended from outside twice."""
+        for _ in range(2):
+            if self._closed:
+                break
+            up = self.process is not None or self._start()
+            answer = self._exchange(line, PATIENCE) if up else None
+            if answer is not None:
+                return msgspec.json.decode(answer, type=Verdict)
+            status = self._end()
+            if status is None:
+                break
+            if status not in FROM_OUTSIDE:
+                if not up:
+                    raise RequestError(NOT_UP, code="unsupported_parameter")
+                logger.warning("a grammar was refused: it %s", TOO_MUCH)
+                threading.Thread(target=self._start_again, name="grammar-start", daemon=True).start()
+                return Verdict(error=TOO_MUCH)
+        return None
+
+    def _start(self) -> bool:
+        """Is it up?"""
+        vocabulary = msgspec.json.encode(self._vocabulary())
+        self.process = process = subprocess.Popen(
+            [sys.executable, "-m", "planaria.structured.check_process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, bufsize=0,
+        )  # fmt: skip
+        os.setpriority(os.PRIO_PROCESS, process.pid, NICE)  # also what it imports
+        assert process.stdin is not None
+        os.set_blocking(process.stdin.fileno(), False)
+        up = self._exchange(vocabulary, START) is not None
+        self.was_up = self.was_up or up
+        return up
+
+    def _start_again(self) -> None:
+        """After a grammar that ended it, so that the next one need not wait for that."""
+        with self.lock, contextlib.suppress(RequestError):
+            if self.process is None and not self._closed and not self._start():
+                self._end()
+
+    def _exchange(self, line: bytes, patience: float) -> bytes | None:
+        """The answer to a line; None: none came."""
+        process = self.process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        deadline, answer = time.monotonic() + patience, bytearray()
+        try:
+            left = memoryview(line + b"\n")
+            while left:
+                if not writable(process.stdin.fileno(), max(0.0, deadline - time.monotonic())):
+                    return None
+                left = left[process.stdin.write(left) or 0 :]
+        except OSError:
+            return None
+        while not answer.endswith(b"\n"):
+            if not readable(process.stdout.fileno(), max(0.0, deadline - time.monotonic())):
+                return None
+            part = process.stdout.read(1 << 16)
+            if not part:
+                return None
+            answer += part
+        return bytes(answer)
+
+    def _end(self) -> int | None:
+        """The status with which it ended; None: it was still there."""
+        process, self.process = self.process, None
+        if process is None:
+            return None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(ENDING)  # its output ends before it does
+        status = process.poll()
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            with contextlib.suppress(OSError):
+                if stream is not None:
+                    stream.close()
+        return status
+
+    def close(self) -> None:
+        """End it, whatever it compiles. Idempotent."""
+        self._closed, process = True, self.process
+        if process is not None:
+            process.kill()  # who waits for its answer holds the lock
+        with self.lock:
+            self._end()
+
+
+class GrammarCheck:
+    """vocabulary: made when the first grammar comes. Any thread; a grammar that takes long to compile holds up no other
+    one, but for a second such one."""
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
+        self._processes = [GrammarProcess(vocabulary) for _ in range(PROCESSES)]
         self._keeping = threading.Lock()
         self._kept: OrderedDict[bytes, Verdict] = OrderedDict()
         self._kept_bytes = 0
-        self._closed = False
 
     def spelled(self, params: SamplingParams, place: str = "structured_outputs") -> SamplingParams:
         """`params` with the grammar of its structured outputs in their place. Blocks, a second at most where the
@@ -97,14 +194,26 @@ class GrammarCheck:
         return _grammar(self._verdict(_line(given, place)), given, place)
 
     def _verdict(self, line: bytes) -> Verdict:
-        with self._lock:
+        process = self._free()
+        try:
             verdict = self._found(line)
             if verdict is None:
-                verdict = self._ask(line)
+                verdict = process.ask(line)
                 if verdict is None:
                     raise RequestError(NO_ANSWER, status=503, code="overloaded")
                 self._keep(line, verdict)
             return verdict
+        finally:
+            process.lock.release()
+
+    def _free(self) -> GrammarProcess:
+        """With its lock: mostly the first one, which a usual grammar has for a millisecond. Another one starts when
+        what came before takes long."""
+        first = self._processes[0]
+        for process in itertools.cycle(self._processes):
+            if (process is first or first.was_up) and process.lock.acquire(timeout=OVERTAKEN):
+                return process
+        raise AssertionError
 
     def _found(self, line: bytes) -> Verdict | None:
         with self._keeping:
@@ -121,89 +230,10 @@ class GrammarCheck:
                 old, of = self._kept.popitem(last=False)
                 self._kept_bytes -= len(old) + len(of.grammar)
 
-    def _ask(self, line: bytes) -> Verdict | None:
-        """None: nobody can tell, as the machine has no time, or the process was ended from outside twice."""
-        for _ in range(2):
-            if self._closed:
-                break
-            up = self._process is not None or self._start()
-            answer = self._exchange(line, PATIENCE) if up else None
-            if answer is not None:
-                return msgspec.json.decode(answer, type=Verdict)
-            status = self._end()
-            if status is None:
-                break
-            if status not in FROM_OUTSIDE:
-                if not up:
-                    raise RequestError(NOT_UP, code="unsupported_parameter")
-                logger.warning("a grammar was refused: it %s", TOO_MUCH)
-                threading.Thread(target=self._start_again, name="grammar-start", daemon=True).start()
-                return Verdict(error=TOO_MUCH)
-        return None
-
-    def _start(self) -> bool:
-        """Is it up?"""
-        vocabulary = msgspec.json.encode(self._vocabulary())
-        self._process = process = subprocess.Popen(
-            [sys.executable, "-m", "planaria.structured.check_process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, bufsize=0,
-        )  # fmt: skip
-        os.setpriority(os.PRIO_PROCESS, process.pid, NICE)  # also what it imports
-        assert process.stdin is not None
-        os.set_blocking(process.stdin.fileno(), False)
-        return self._exchange(vocabulary, START) is not None
-
-    def _start_again(self) -> None:
-        """After a grammar that ended it, so that the next one need not wait for that."""
-        with self._lock, contextlib.suppress(RequestError):
-            if self._process is None and not self._closed and not self._start():
-                self._end()
-
-    def _exchange(self, line: bytes, patience: float) -> bytes | None:
-        """The answer to a line; None: none came."""
-        process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
-        deadline, answer = time.monotonic() + patience, bytearray()
-        try:
-            left = memoryview(line + b"\n")
-            while left:
-                if not writable(process.stdin.fileno(), max(0.0, deadline - time.monotonic())):
-                    return None
-                left = left[process.stdin.write(left) or 0 :]
-        except OSError:
-            return None
-        while not answer.endswith(b"\n"):
-            if not readable(process.stdout.fileno(), max(0.0, deadline - time.monotonic())):
-                return None
-            part = process.stdout.read(1 << 16)
-            if not part:
-                return None
-            answer += part
-        return bytes(answer)
-
-    def _end(self) -> int | None:
-        """The status with which it ended; None: it was still there."""
-        process, self._process = self._process, None
-        if process is None:
-            return None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(ENDING)  # its output ends before it does
-        status = process.poll()
-        process.kill()
-        process.wait()
-        for stream in (process.stdin, process.stdout):
-            with contextlib.suppress(OSError):
-                if stream is not None:
-                    stream.close()
-        return status
-
     def close(self) -> None:
-        """End the process, whatever it compiles. Idempotent."""
-        self._closed, process = True, self._process
-        if process is not None:
-            process.kill()  # who waits for its answer holds the lock
-        with self._lock:
-            self._end()
+        """End the processes, whatever they compile. Idempotent."""
+        for process in self._processes:
+            process.close()
 
 
 def _line(given: StructuredOutputsParams, place: str) -> bytes:

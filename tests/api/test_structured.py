@@ -9,7 +9,7 @@ import threading
 import openai
 import pytest
 
-from planaria.structured.check import GrammarCheck
+from planaria.structured.check import GrammarProcess
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
 WRONG = {"type": "object", "properties": {"a": {"items": {"uniqueItems": True}}}}
@@ -66,13 +66,13 @@ async def test_one_that_takes_too_much_is_refused_and_others_go_on(server, monke
     are taken again."""
     client, known = server.client(), {"guided_choice": ["known"]}
     await client.completions.create(model="smollm2", prompt="Hi", max_tokens=2, extra_body=known)
-    tried, ask = threading.Event(), GrammarCheck._ask
+    tried, ask = threading.Event(), GrammarProcess.ask
 
     def told(self, line):
         tried.set()
         return ask(self, line)
 
-    monkeypatch.setattr(GrammarCheck, "_ask", told)
+    monkeypatch.setattr(GrammarProcess, "ask", told)
     hostile = asyncio.ensure_future(
         client.completions.create(
             model="smollm2", prompt="Hi", extra_body={"guided_json": {"type": "integer", "multipleOf": 9999991}}

@@ -471,14 +471,15 @@ def test_who_compiles_grammars_is_killed(tmp_path: Path, monkeypatch: pytest.Mon
     first, second = (StructuredOutputsParams(choice=(word,)) for word in "ab")
     third = StructuredOutputsParams(json={"const": 1, "title": "more than a pipe has room for" * 4000})
     assert check.grammar(first, "structured_outputs")
-    before = check._process
+    before = check._processes[0].process
     assert before is not None and os.getpriority(os.PRIO_PROCESS, before.pid) >= check_module.NICE
     before.kill()
     before.wait()
-    assert check.grammar(second, "structured_outputs") and check._process is not before
-    assert check._process is not None
-    os.kill(check._process.pid, signal.SIGSTOP)
-    os.waitpid(check._process.pid, os.WUNTRACED)
+    assert check.grammar(second, "structured_outputs") and check._processes[0].process is not before
+    stopped = check._processes[0].process
+    assert stopped is not None
+    os.kill(stopped.pid, signal.SIGSTOP)
+    os.waitpid(stopped.pid, os.WUNTRACED)
     monkeypatch.setattr(check_module, "PATIENCE", 0.05)
     monkeypatch.setattr(check_module, "ENDING", 0.05)
     with pytest.raises(RequestError, match="send the request again") as error:
@@ -489,22 +490,23 @@ def test_who_compiles_grammars_is_killed(tmp_path: Path, monkeypatch: pytest.Mon
     check.close()
 
 
-def test_who_compiles_grammars_is_killed_while_it_starts(tmp_path: Path) -> None:
+def test_who_compiles_grammars_is_killed_while_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once: there is another; again: come again. One that ends by itself can't be had here."""
     size = checkpoints.write_tokenizer(tmp_path)
     text = (tmp_path / "tokenizer.json").read_text()
     given, kills = [Vocabulary(text, size, size - 1)], 2
 
-    class Killed(GrammarCheck):
+    class Killed(check_module.GrammarProcess):
         def _exchange(self, line: bytes, patience: float) -> bytes | None:
             nonlocal kills
             if kills and patience == check_module.START:
                 kills -= 1
-                assert self._process is not None
-                self._process.kill()
+                assert self.process is not None
+                self.process.kill()
             return super()._exchange(line, patience)
 
-    check = Killed(lambda: given[0])
+    monkeypatch.setattr(check_module, "GrammarProcess", Killed)
+    check = GrammarCheck(lambda: given[0])
     form = StructuredOutputsParams(choice=("a",))
     with pytest.raises(RequestError, match="send the request again") as error:
         check.grammar(form, "structured_outputs")
@@ -520,19 +522,23 @@ def test_who_compiles_grammars_is_killed_while_it_starts(tmp_path: Path) -> None
     check.close()
 
 
-def test_after_one_that_takes_too_much_another_starts_by_itself(tmp_path: Path) -> None:
+def test_after_one_that_takes_too_much_another_starts_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Who comes next need not wait for that."""
     size = checkpoints.write_tokenizer(tmp_path)
     text = (tmp_path / "tokenizer.json").read_text()
     up = threading.Semaphore(0)
 
-    class Told(GrammarCheck):
+    class Told(check_module.GrammarProcess):
         def _start(self) -> bool:
             found = super()._start()
             up.release()
             return found
 
-    check = Told(lambda: Vocabulary(text, size, size - 1))
+    monkeypatch.setattr(check_module, "GrammarProcess", Told)
+    monkeypatch.setattr(check_module, "PATIENCE", 200.0)
+    check = GrammarCheck(lambda: Vocabulary(text, size, size - 1))
     with pytest.raises(RequestError, match="takes more than 1 s"):
         check.grammar(StructuredOutputsParams(json={"type": "integer", "multipleOf": 9999991}), "structured_outputs")
     assert up.acquire(timeout=60) and up.acquire(timeout=60)
@@ -547,9 +553,10 @@ def test_the_door_closes_at_once(tmp_path: Path) -> None:
     text = (tmp_path / "tokenizer.json").read_text()
     check = GrammarCheck(lambda: Vocabulary(text, size, size - 1))
     assert check.grammar(StructuredOutputsParams(choice=("a",)), "structured_outputs")
-    process, asked = check._process, threading.Event()
+    one = check._processes[0]
+    process, asked = one.process, threading.Event()
     assert process is not None and process.stdin is not None
-    exchange = check._exchange
+    exchange = one._exchange
 
     def told(*what: Any) -> bytes | None:
         asked.set()
@@ -559,7 +566,7 @@ def test_the_door_closes_at_once(tmp_path: Path) -> None:
         with pytest.raises(RequestError):
             check.grammar(hostile, "structured_outputs")
 
-    check._exchange = told  # type: ignore[method-assign]
+    one._exchange = told  # type: ignore[method-assign]
     hostile = StructuredOutputsParams(json={"type": "integer", "multipleOf": 9999991})
     waiting = threading.Thread(target=ask)
     waiting.start()
@@ -583,3 +590,17 @@ def test_objects_have_no_other_properties_where_that_is_asked_for() -> None:
         "items": [closed, {}],
     }  # fmt: skip
     assert "additionalProperties" not in schema and "additionalProperties" not in inner
+
+
+def test_what_takes_long_to_compile_holds_up_nobody_else(tmp_path: Path) -> None:
+    """Another process has the next grammar, once one has been waited for."""
+    size = checkpoints.write_tokenizer(tmp_path)
+    text = (tmp_path / "tokenizer.json").read_text()
+    check = GrammarCheck(lambda: Vocabulary(text, size, size - 1))
+    assert check.grammar(StructuredOutputsParams(choice=("a",)), "structured_outputs")
+    first, second = check._processes
+    assert second.process is None
+    with first.lock:  # as who compiles has it
+        assert check.grammar(StructuredOutputsParams(choice=("b",)), "structured_outputs")
+    assert second.process is not None
+    check.close()
