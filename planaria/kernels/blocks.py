@@ -69,6 +69,11 @@ class BlockKind:
         """Numbers of a scale: 1, or 2 with a minimum."""
         return 1 if self.minimum is None else 2
 
+    @property
+    def by_bytes(self) -> bool:
+        """Whether CPUs' kernels round its rows to 8 bits: those of superblocks."""
+        return self.small is not None and not self.levels
+
     def codes(self, blocks: Bytes) -> Bytes:
         """[..., elements] of blocks [..., nbytes]."""
         parts = [_fields(blocks[..., at : at + self.elements * bits // 8], bits, run) for at, bits, run in self.planes]

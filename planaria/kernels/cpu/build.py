@@ -34,7 +34,7 @@ from planaria.kernels.objects import CodeMachine, initialise, object_file
 PROGRAM = ("collective", "threads", "striped", "products", "grouped", "lora", "mla", "program")
 SOURCES = (
     *PROGRAM, "../blocks", "activations", "build", "codes", "compiler", "emit", "expert_kernels", "fields",
-    "mla_values", "layout", "micro", "native", "packed", "target", "vector",
+    "mla_values", "layout", "micro", "native", "packed", "rounded", "target", "vector",
 )  # fmt: skip
 EXTERNAL = ("syscall", "memcpy", "memset", "memmove")  # all that object code calls outside itself
 EntryPoint = Any  # a C function (control block, thread) -> None, called without the interpreter lock
@@ -46,8 +46,8 @@ _of_number = {kind.number: name for name, kind in KINDS.items()}
 
 
 class KindKernels(NamedTuple):
-    """table: addresses of packed.ENTRIES. place: brings codes into panels (codes.place), called without the interpreter
-    lock."""
+    """table: addresses of packed.ENTRIES, and bytes of a rounded block. place: brings codes into panels (codes.place),
+    called without the interpreter lock."""
 
     table: npt.NDArray[np.int64]
     place: Callable[..., None]
@@ -158,9 +158,11 @@ def packed_kernels(target: Target, cache_dir: Path | None, number: int) -> KindK
     """Those of a packed kind, by its number, loaded into this process once."""
     from planaria.kernels.cpu.codes import PLACE_ARGS
     from planaria.kernels.cpu.packed import ENTRIES
+    from planaria.kernels.cpu.rounded import form_of
 
     def found(engine: Any) -> KindKernels:
-        table = np.array([engine.get_function_address(name) for name in ENTRIES], np.int64)
+        sizes = [form_of(target, KINDS[_of_number[number]]).row_bytes]
+        table = np.array([engine.get_function_address(name) for name in ENTRIES] + sizes, np.int64)
         return KindKernels(table, _function(engine, "pl_place", len(PLACE_ARGS)))
 
     kernels: KindKernels = _once(target, cache_dir, _of_number[number], found)

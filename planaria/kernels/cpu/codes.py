@@ -32,7 +32,7 @@ def place(kind: BlockKind) -> str:
                 return
             below = 0
             for plane in kind.planes:
-                for word, value in enumerate(words(f, plane, f.at(whole, plane.at), begin)):
+                for word, value in enumerate(words(f, kind, plane, f.at(whole, plane.at), begin)):
                     f.store("i32", value, f.at(to, 64 * (below + word)), 4)
                 below += plane.bits
 
@@ -42,21 +42,27 @@ def place(kind: BlockKind) -> str:
     return f.end()
 
 
-def words(f: Function, plane: Plane, at: str, begin: str) -> list[str]:
-    """A plane's words of the block that begins with code `begin`: of each 32 / bits codes, the even ones from bit 0 on,
-    the odd ones from bit 16 on."""
+def words(f: Function, kind: BlockKind, plane: Plane, at: str, begin: str) -> list[str]:
+    """A plane's words of the block that begins with code `begin`, of each 32 / bits codes: the even ones from bit 0 on,
+    the odd ones from bit 16 on; or, by bytes, in each byte every fourth."""
     bits = plane.bits
     bytes = eights(f, plane, at, begin)
-    halves = []
-    for lanes in (bytes, f.op(f"lshr {EIGHTS} {bytes}, {splat(8)}")):
-        apart = f.op(f"and {EIGHTS} {lanes}, {splat(0x0001000100010001 * ((1 << bits) - 1))}")
-        pairs = f.op(f"or {EIGHTS} {apart}, {f.op(f'lshr {EIGHTS} {apart}, {splat(16 - bits)}')}")
-        pairs = f.op(f"and {EIGHTS} {pairs}, {splat(0x0000000100000001 * ((1 << 2 * bits) - 1))}")
-        fours = f.op(f"or {EIGHTS} {pairs}, {f.op(f'lshr {EIGHTS} {pairs}, {splat(32 - 2 * bits)}')}")
-        halves.append(f.op(f"and {EIGHTS} {fours}, {splat((1 << 4 * bits) - 1)}"))
-    both = f.op(f"or {EIGHTS} {halves[0]}, {f.op(f'shl {EIGHTS} {halves[1]}, {splat(16)}')}")
+    if kind.by_bytes:
+        apart = f.op(f"and {EIGHTS} {bytes}, {splat(0x0101010101010101 * ((1 << bits) - 1))}")
+        both = f.op(f"or {EIGHTS} {apart}, {f.op(f'lshr {EIGHTS} {apart}, {splat(32 - bits)}')}")
+        width = 2 * bits
+    else:
+        halves = []
+        for lanes in (bytes, f.op(f"lshr {EIGHTS} {bytes}, {splat(8)}")):
+            apart = f.op(f"and {EIGHTS} {lanes}, {splat(0x0001000100010001 * ((1 << bits) - 1))}")
+            pairs = f.op(f"or {EIGHTS} {apart}, {f.op(f'lshr {EIGHTS} {apart}, {splat(16 - bits)}')}")
+            pairs = f.op(f"and {EIGHTS} {pairs}, {splat(0x0000000100000001 * ((1 << 2 * bits) - 1))}")
+            fours = f.op(f"or {EIGHTS} {pairs}, {f.op(f'lshr {EIGHTS} {pairs}, {splat(32 - 2 * bits)}')}")
+            halves.append(f.op(f"and {EIGHTS} {fours}, {splat((1 << 4 * bits) - 1)}"))
+        both = f.op(f"or {EIGHTS} {halves[0]}, {f.op(f'shl {EIGHTS} {halves[1]}, {splat(16)}')}")
+        width = 4 * bits
     each = 4 // bits
-    shifts = ", ".join(f"i64 {i % each * 4 * bits}" for i in range(4))
+    shifts = ", ".join(f"i64 {i % each * width}" for i in range(4))
     placed = f.op(f"trunc {EIGHTS} {f.op(f'shl {EIGHTS} {both}, <{shifts}>')} to <4 x i32>")
     parts = [f.op(f"extractelement <4 x i32> {placed}, i64 {i}") for i in range(4)]
     found = []

@@ -37,7 +37,7 @@ TEMP = STATE + 16 * 512  # one head in float32, twice
 BIG = TEMP + 4096  # what the operation wants; for packed weights and many rows:
 ACC = BIG  # totals of up to WIDE_ROWS rows of 3 panels
 CODES = ACC + 64 * 3 * 64  # one block of 3 panels, unpacked, and its factors
-FETCH = CODES + (1024 + 192) * 3  # what to ask for with each tile of each block
+FETCH = CODES + (1024 + 256) * 3  # what to ask for with each tile of each block
 
 ZERO_BYTES = 1024  # of the zeros that ZEROS points to
 WHOLE_ROWS = 64  # rows up to which a panel is taken over all rows at once

@@ -24,8 +24,6 @@ Operand = tuple[str, ...]  # one or two values, see Dot
 
 STORE_ACT, ADD_RESIDUAL, STORE_F32 = 0, 1, 2
 DENSE = 0  # the kind of a weight that isn't packed; others have their numbers in blocks.py
-ROUNDED_MOST = 16383  # of a row's numbers: with it no sum of a block of any kind leaves 32 bits
-ROUNDED_BYTES = 80  # of a block of a row: [32] int16, float32 scale, scale * sum, int32 sums of either half
 STREAM_AHEAD = 6144  # bytes
 
 DECLARATIONS = """

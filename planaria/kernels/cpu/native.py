@@ -170,10 +170,6 @@ def store_value(src: int, dst: int, token: int, dim: int) -> None:
     """A value into a chunk."""
 
 
-def quantise(x: int, blocks: int, out: int) -> None:
-    """A row as packed weights meet it (vector.quantise)."""
-
-
 def copy(dst: int, src: int, count: int) -> None:
     """Copy bytes."""
 

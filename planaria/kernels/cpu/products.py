@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from planaria.kernels.cpu import fields, layout, native, packed
 from planaria.kernels.cpu.fields import AttendOp
-from planaria.kernels.cpu.micro import ROUNDED_BYTES, STORE_ACT, STREAM_AHEAD
+from planaria.kernels.cpu.micro import STORE_ACT, STREAM_AHEAD
 from planaria.kernels.cpu.native import TARGET, get, get32, invoke, put
 from planaria.kernels.cpu.striped import held
 from planaria.kernels.cpu.threads import bring, grab, scratch
@@ -91,7 +91,8 @@ def take_rows(row: fields.LinearOp, mine: int, first: int, last: int) -> None:
     to, length = own_rows(row, mine), row.length
     for r in range(first, last):
         if row.kernels:
-            native.quantise(row.x + r * row.ldx, length, to + (r - first) * length * ROUNDED_BYTES)
+            size = length * get(row.kernels, packed.ROUNDED_BYTES)
+            invoke(get(row.kernels, packed.ROUND), row.x + r * row.ldx, length, to + (r - first) * size)
         elif TARGET.widens:
             native.widen(row.x + r * row.ldx, to + (r - first) * length * 8, 2 * length)
 
@@ -106,7 +107,7 @@ def product(
     ldx = row.ldx
     x = row.x + first * ldx
     if kernels:
-        ldx = ROUNDED_BYTES * length
+        ldx = get(kernels, packed.ROUNDED_BYTES) * length
         x = own_rows(row, mine)
     elif TARGET.widens:
         ldx = 8 * length

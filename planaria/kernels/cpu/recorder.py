@@ -10,10 +10,10 @@ from typing import Any, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from planaria.kernels.cpu import layout
+from planaria.kernels.cpu import layout, packed
 from planaria.kernels.cpu.build import KindKernels
 from planaria.kernels.cpu.fields import MeetOp, Operation, ReduceOp
-from planaria.kernels.cpu.micro import DENSE, ROUNDED_BYTES
+from planaria.kernels.cpu.micro import DENSE
 from planaria.kernels.cpu.pack import Packed, up
 from planaria.kernels.cpu.tape import Act, Between, Buffer, Tape, buffer
 from planaria.kernels.cpu.target import Target
@@ -213,7 +213,9 @@ class Recorder:
         """Of a thread's scratch memory: its tiles, those of a fused activation, its rows if they are not taken as they
         are."""
         fused = 2 * layout.ROW_BLOCK * layout.FUSED_PANELS * 16 * self.target.item
-        each = ROUNDED_BYTES if w.kind != DENSE else 8 if self.target.widens else 0
+        table, each = self.kernels(w.kind), 8 if self.target.widens else 0
+        if table is not None:
+            each = int(table[packed.ROUNDED_BYTES])
         return self.tile_bytes(w) + fused + layout.ROW_BLOCK * w.length * each
 
     def tile_bytes(self, w: Packed) -> int:

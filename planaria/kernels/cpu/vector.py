@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from planaria.kernels.cpu.emit import F32, I32, Function, literal
-from planaria.kernels.cpu.micro import ROUNDED_BYTES, ROUNDED_MOST, Elements
+from planaria.kernels.cpu.micro import Elements
 from planaria.kernels.cpu.native import X86
 from planaria.kernels.cpu.target import Target
 
@@ -286,39 +286,6 @@ def embed(target: Target) -> str:
     return f.end()
 
 
-def quantise(target: Target) -> str:
-    """A row as packed weights meet it: blocks of 32 rounded to 15 bits, see micro.ROUNDED_BYTES. What isn't finite
-    makes its block's scale no number."""
-    f = Function("pl_quantise", ("x", "blocks", "out"))
-    act, x, out = Elements(f, target), f.ptr("%x"), f.ptr("%out")
-
-    def body(i: str) -> None:
-        at, to = f.at(x, f.mul(i, 32 * target.item)), f.at(out, f.mul(i, ROUNDED_BYTES))
-        halves = [act.load(f.at(at, 16 * target.item * h)) for h in range(2)]
-        sizes = [f.op(f"call {F32} @llvm.fabs.v16f32({F32} {v})") for v in halves]
-        larger = f.op(f"fcmp ogt {F32} {sizes[0]}, {sizes[1]}")
-        most = f.op(f"call float @llvm.vector.reduce.fmax.v16f32({F32} {f.select(larger, *sizes)})")
-        inverse = f.op(f"fdiv float {literal(ROUNDED_MOST)}, {most}")
-        none = f.op(f"fcmp oeq float {most}, {literal(0.0)}")
-        factor = f.splat("float", f.op(f"select i1 {none}, float {literal(0.0)}, float {inverse}"))
-        finite = total(f, f.vec("fadd", *halves))
-        zero = f.op(f"fsub float {finite}, {finite}")  # or no number
-        scale = f.op(f"fadd float {f.op(f'fmul float {most}, {literal(1 / ROUNDED_MOST)}')}, {zero}")
-        sums = []
-        for h, v in enumerate(halves):
-            bits = f.op(f"bitcast {F32} {f.fma(v, factor, f.const_f32(ROUNDING))} to {I32}")
-            whole = f.op(f"sub {I32} {bits}, {f.const_i32(ROUNDING_BITS)}")
-            f.store("<16 x i16>", f.op(f"trunc {I32} {whole} to <16 x i16>"), f.at(to, 32 * h), 2)
-            sums.append(f.op(f"call i32 @llvm.vector.reduce.add.v16i32({I32} {whole})"))
-            f.store("i32", sums[h], f.at(to, 72 + 4 * h), 4)
-        both = f.op(f"sitofp i32 {f.op(f'add i32 {sums[0]}, {sums[1]}')} to float")
-        f.store("float", scale, f.at(to, 64), 4)
-        f.store("float", f.op(f"fmul float {scale}, {both}"), f.at(to, 68), 4)
-
-    f.each("%blocks", 1, body)
-    return f.end()
-
-
 def copy() -> str:
     f = Function("pl_copy", ("dst", "src", "count"))
     f.do(f"call void @llvm.memcpy.p0.p0.i64(ptr {f.ptr('%dst')}, ptr {f.ptr('%src')}, i64 %count, i1 false)")
@@ -375,7 +342,7 @@ def vector_module(target: Target) -> str:
     pause = "call void @llvm.x86.sse2.pause() " if X86 else ""
     return "\n".join([
         norm(target), softmax(target), divide(target), merge(), rotate(target), store_key(target),
-        store_value(target), quantise(target), copy(), widen(target), put_past(), add(), accrue(target),
+        store_value(target), copy(), widen(target), put_past(), add(), accrue(target),
         embed(target),
         "declare void @llvm.x86.sse2.pause()\n" if X86 else "",
         f"define void @pl_relax() nounwind alwaysinline {{ {pause}ret void }}\n",

@@ -1,0 +1,194 @@
+"""Rows as packed weights meet them: each block of 32 rounded by its own largest value, to integers of 15 or 8 bits, and
+how those are multiplied by codes. Part of a packed kind's object (packed.py).
+
+A block of a row is its integers [32], then its numbers: a float32 scale, and for the block or each of its halves what
+is added to sums of codes for their offset (int32), or what minima are multiplied by (float32). Sums of products are
+exact, whatever the instructions.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from planaria.kernels.blocks import BLOCK, BlockKind
+from planaria.kernels.cpu.emit import F32, I32, Function, literal
+from planaria.kernels.cpu.micro import H32, Elements
+from planaria.kernels.cpu.target import Target
+from planaria.kernels.cpu.vector import ROUNDING, ROUNDING_BITS, total
+from planaria.kernels.objects import initialise
+
+I64 = "<32 x i32>"
+B64, B32 = "<64 x i8>", "<32 x i8>"
+ONES = "<" + ", ".join(["i16 1"] * 32) + ">"
+INTRINSICS = f"""
+declare {I32} @llvm.x86.avx512.vpdpbusd.512({I32}, {I32}, {I32})
+declare {H32} @llvm.x86.avx512.pmaddubs.w.512({B64}, {B64})
+declare <16 x i16> @llvm.x86.avx2.pmadd.ub.sw({B32}, {B32})
+declare <8 x i32> @llvm.x86.avx2.pmadd.wd(<16 x i16>, <16 x i16>)
+declare {B32} @llvm.x86.avx2.pshuf.b({B32}, {B32})
+"""
+
+
+@functools.cache
+def host_has(feature: str) -> bool:
+    return bool(initialise().get_host_cpu_features().get(feature))
+
+
+class Pairs:
+    """int16 of 15 bits: a step is two neighbours along K, codes int16 [16][2].
+
+    most: the largest integer. numbers: where they are in a block of a row, of `row_bytes`. run: steps whose sums are
+    held in `lanes`, which are of one group of weights."""
+
+    steps, item, most, lanes, codes = 16, 16, 16383, I32, H32  # so that no sum of a block of any kind leaves 32 bits
+
+    def __init__(self, target: Target, kind: BlockKind) -> None:
+        self.target, self.offset, self.count = target, kind.offset, BLOCK // kind.group
+        self.numbers, self.row_bytes = 4 * self.steps, 4 * self.steps + 16
+        self.run = self.steps * kind.group // BLOCK
+
+    @property
+    def groups(self) -> Sequence[Sequence[tuple[int, int]]]:
+        """Of each group of weights its runs: steps [first, last)."""
+        each = self.steps // self.count
+        return [[(i, i + self.run) for i in range(each * g, each * (g + 1), self.run)] for g in range(self.count)]
+
+    def first(self, f: Function, numbers: str, group: int) -> str:
+        """What a group's sums begin with, i32 [16]."""
+        if not self.offset:
+            return "zeroinitializer"
+        return f.splat("i32", f.load("i32", f.at(numbers, 4 + 4 * group), 4))
+
+    def begin(self, whole: str) -> str:
+        """What a run's sums begin with, where those before are `whole`."""
+        return whole
+
+    def add(self, f: Function, acc: str, w: str, x: str) -> str:
+        """acc plus a step's codes times 4 bytes of a row in all lanes, i32 [16]: one instruction or two (vpdpwssd,
+        pmaddwd), which LLVM finds by itself; it takes three times as long to."""
+        x = f.op(f"bitcast {I32} {x} to {H32}")
+        if self.target.wide:
+            sums = f.op(f"call {I32} @llvm.x86.avx512.pmaddw.d.512({H32} {w}, {H32} {x})")
+            return f.op(f"add {I32} {acc}, {sums}")
+        wide = [f.op(f"sext {H32} {v} to {I64}") for v in (w, x)]
+        product = f.op(f"mul nsw {I64} {wide[0]}, {wide[1]}")
+        halves = []
+        for odd in (0, 1):
+            mask = ", ".join(f"i32 {2 * i + odd}" for i in range(16))
+            halves.append(f.op(f"shufflevector {I64} {product}, {I64} poison, <16 x i32> <{mask}>"))
+        return f.op(f"add {I32} {acc}, {f.op(f'add {I32} {halves[0]}, {halves[1]}')}")
+
+    def whole(self, f: Function, before: str, run: str) -> str:
+        """Sums after a run, i32 [16]."""
+        return run
+
+
+class Bytes(Pairs):
+    """int8: a step is four neighbours along K, codes uint8 [16][4] as i32 [16]. One instruction multiplies and adds
+    (vpdpbusd), or one multiplies and adds pairs into 16 bits (pmaddubsw), which hold the sums of a run."""
+
+    steps, item, most, codes = 8, 8, 127, I32
+
+    def __init__(self, target: Target, kind: BlockKind) -> None:
+        super().__init__(target, kind)
+        bfloat = target.isa == "avx512_bf16"  # these CPUs have it; "avx512" may be chosen on them, without
+        vnni = bfloat or (target.wide and host_has("avx512vnni") and not host_has("avx512bf16"))
+        self.direct = vnni or not host_has("avx2")
+        if not self.direct:
+            self.lanes = H32
+            fit = 32767 // (2 * self.most * ((1 << kind.bits) - 1))
+            self.run = min(self.run, 1 << fit.bit_length() - 1)
+
+    def begin(self, whole: str) -> str:
+        return whole if self.direct else "zeroinitializer"
+
+    def add(self, f: Function, acc: str, w: str, x: str) -> str:
+        if not self.direct:
+            return f.op(f"add {H32} {acc}, {self._pairs(f, w, x)}")
+        if self.target.wide:
+            return f.op(f"call {I32} @llvm.x86.avx512.vpdpbusd.512({I32} {acc}, {I32} {w}, {I32} {x})")
+        for k in range(4):
+            code = f.op(f"and {I32} {f.op(f'lshr {I32} {w}, {f.const_i32(8 * k)}')}, {f.const_i32(255)}")
+            signed = f.op(f"ashr {I32} {f.op(f'shl {I32} {x}, {f.const_i32(24 - 8 * k)}')}, {f.const_i32(24)}")
+            acc = f.op(f"add {I32} {acc}, {f.op(f'mul {I32} {code}, {signed}')}")
+        return acc
+
+    def _pairs(self, f: Function, w: str, x: str) -> str:
+        if self.target.wide:
+            both = [f.op(f"bitcast {I32} {v} to {B64}") for v in (w, x)]
+            return f.op(f"call {H32} @llvm.x86.avx512.pmaddubs.w.512({B64} {both[0]}, {B64} {both[1]})")
+        halves = []
+        for half in range(2):
+            w8, x8 = (f.op(f"bitcast <8 x i32> {half_of(f, 'i32', v, half, 16)} to {B32}") for v in (w, x))
+            halves.append(f.op(f"call <16 x i16> @llvm.x86.avx2.pmadd.ub.sw({B32} {w8}, {B32} {x8})"))
+        return joined(f, "i16", halves, 16)
+
+    def whole(self, f: Function, before: str, run: str) -> str:
+        if self.direct:
+            return run
+        if self.target.wide:
+            sums = f.op(f"call {I32} @llvm.x86.avx512.pmaddw.d.512({H32} {run}, {H32} {ONES})")
+        else:
+            ones = "<" + ", ".join(["i16 1"] * 16) + ">"
+            parts = [half_of(f, "i16", run, half, 32) for half in range(2)]
+            call = "call <8 x i32> @llvm.x86.avx2.pmadd.wd"
+            sums = joined(f, "i32", [f.op(f"{call}(<16 x i16> {p}, <16 x i16> {ones})") for p in parts], 8)
+        return f.op(f"add {I32} {before}, {sums}")
+
+
+def form_of(target: Target, kind: BlockKind) -> Pairs:
+    return (Bytes if kind.by_bytes else Pairs)(target, kind)
+
+
+def half_of(f: Function, item: str, vector: str, half: int, lanes: int) -> str:
+    """The first or second half of a vector of so many lanes."""
+    kind, size = f"<{lanes} x {item}>", lanes // 2
+    picked = ", ".join(f"i32 {half * size + i}" for i in range(size))
+    return f.op(f"shufflevector {kind} {vector}, {kind} poison, <{size} x i32> <{picked}>")
+
+
+def joined(f: Function, item: str, halves: list[str], lanes: int) -> str:
+    """Two vectors of so many lanes as one."""
+    picked = ", ".join(f"i32 {i}" for i in range(2 * lanes))
+    kind = f"<{lanes} x {item}>"
+    return f.op(f"shufflevector {kind} {halves[0]}, {kind} {halves[1]}, <{2 * lanes} x i32> <{picked}>")
+
+
+def round_rows(target: Target, kind: BlockKind) -> str:
+    """A row of so many blocks, rounded. What isn't finite makes its block's scale no number."""
+    f, form = Function("pl_round", ("x", "blocks", "out")), form_of(target, kind)
+    act, x, out = Elements(f, target), f.ptr("%x"), f.ptr("%out")
+
+    def body(i: str) -> None:
+        at, to = f.at(x, f.mul(i, 32 * target.item)), f.at(out, f.mul(i, form.row_bytes))
+        halves = [act.load(f.at(at, 16 * target.item * h)) for h in range(2)]
+        sizes = [f.op(f"call {F32} @llvm.fabs.v16f32({F32} {v})") for v in halves]
+        larger = f.op(f"fcmp ogt {F32} {sizes[0]}, {sizes[1]}")
+        most = f.op(f"call float @llvm.vector.reduce.fmax.v16f32({F32} {f.select(larger, *sizes)})")
+        inverse = f.op(f"fdiv float {literal(form.most)}, {most}")
+        none = f.op(f"fcmp oeq float {most}, {literal(0.0)}")
+        factor = f.splat("float", f.op(f"select i1 {none}, float {literal(0.0)}, float {inverse}"))
+        finite = total(f, f.vec("fadd", *halves))
+        zero = f.op(f"fsub float {finite}, {finite}")  # or no number
+        scale = f.op(f"fadd float {f.op(f'fmul float {most}, {literal(1 / form.most)}')}, {zero}")
+        f.store("float", scale, f.at(to, form.numbers), 4)
+        sums = []
+        for h, v in enumerate(halves):
+            bits = f.op(f"bitcast {F32} {f.fma(v, factor, f.const_f32(ROUNDING))} to {I32}")
+            whole = f.op(f"sub {I32} {bits}, {f.const_i32(ROUNDING_BITS)}")
+            short = f"<16 x i{form.item}>"
+            f.store(short, f.op(f"trunc {I32} {whole} to {short}"), f.at(to, 2 * form.item * h), 2)
+            sums.append(whole)
+        if form.count == 1:
+            sums = [f.op(f"add {I32} {sums[0]}, {sums[1]}")]
+        for g, of_group in enumerate(sums):
+            sum = f.op(f"call i32 @llvm.vector.reduce.add.v16i32({I32} {of_group})")
+            place = f.at(to, form.numbers + 4 + 4 * g)
+            if kind.offset:
+                f.store("i32", f.op(f"mul i32 {sum}, {-kind.offset}"), place, 4)
+            else:
+                f.store("float", f.op(f"fmul float {scale}, {f.op(f'sitofp i32 {sum} to float')}"), place, 4)
+
+    f.each("%blocks", 1, body)
+    return f.end()
