@@ -209,6 +209,14 @@ def test_packed_weights(ops: CpuOps, kind: str, skip: int) -> None:
     assert torch.allclose(ops.compile(lambda o: o.embed(w), x.batch)(), plain[[0, 199, 17]], rtol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["q5_0", "q4_k", "q6_k"])
+def test_packed_weights_hide_nothing_of_a_row_that_is_not_finite(ops: CpuOps, kind: str) -> None:
+    x = rand(3, 64)
+    x[1, 40] = torch.nan
+    got = Rows(ops, x).run(lambda o, h: o.linear(h, ops.pack(random_blocks(kind, 48, 64))))
+    assert torch.isfinite(got.float()).all(-1).tolist() == [True, False, True]
+
+
 def test_a_product_of_parts_of_several_kinds(ops: CpuOps) -> None:
     """As the query, key and value of a Q4_K_M file: columns, biases, residual and fused activation as of one weight."""
     k = 256

@@ -86,13 +86,19 @@ def own_rows(row: fields.LinearOp, mine: int) -> int:
     return mine + row.temp + 2 * layout.ROW_BLOCK * layout.FUSED_PANELS * 16 * TARGET.item
 
 
+def rounded_row(row: fields.LinearOp) -> int:
+    """Bytes from one rounded row to the next: an odd number of lines, so that rows don't meet in the same few places
+    of a cache."""
+    return (row.length * get(row.kernels, packed.ROUNDED_BYTES) + 63 >> 6 | 1) << 6
+
+
 def take_rows(row: fields.LinearOp, mine: int, first: int, last: int) -> None:
     """To be called before the blocks of rows [first, last)."""
     to, length = own_rows(row, mine), row.length
     for r in range(first, last):
         if row.kernels:
-            size = length * get(row.kernels, packed.ROUNDED_BYTES)
-            invoke(get(row.kernels, packed.ROUND), row.x + r * row.ldx, length, to + (r - first) * size)
+            at = to + (r - first) * rounded_row(row)
+            invoke(get(row.kernels, packed.ROUND), row.x + r * row.ldx, length, at)
         elif TARGET.widens:
             native.widen(row.x + r * row.ldx, to + (r - first) * length * 8, 2 * length)
 
@@ -107,7 +113,7 @@ def product(
     ldx = row.ldx
     x = row.x + first * ldx
     if kernels:
-        ldx = get(kernels, packed.ROUNDED_BYTES) * length
+        ldx = rounded_row(row)
         x = own_rows(row, mine)
     elif TARGET.widens:
         ldx = 8 * length

@@ -213,10 +213,10 @@ class Recorder:
         """Of a thread's scratch memory: its tiles, those of a fused activation, its rows if they are not taken as they
         are."""
         fused = 2 * layout.ROW_BLOCK * layout.FUSED_PANELS * 16 * self.target.item
-        table, each = self.kernels(w.kind), 8 if self.target.widens else 0
+        table, line = self.kernels(w.kind), w.length * (8 if self.target.widens else 0)
         if table is not None:
-            each = int(table[packed.ROUNDED_BYTES])
-        return self.tile_bytes(w) + fused + layout.ROW_BLOCK * w.length * each
+            line = w.length * int(table[packed.ROUNDED_BYTES]) + 128  # products.rounded_row, at most
+        return self.tile_bytes(w) + fused + layout.ROW_BLOCK * line
 
     def tile_bytes(self, w: Packed) -> int:
         """Scratch memory of a product's tiles, before that of a fused activation."""

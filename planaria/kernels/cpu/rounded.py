@@ -15,7 +15,7 @@ from planaria.kernels.blocks import BLOCK, BlockKind
 from planaria.kernels.cpu.emit import F32, I32, Function, literal
 from planaria.kernels.cpu.micro import H32, Elements
 from planaria.kernels.cpu.target import Target
-from planaria.kernels.cpu.vector import ROUNDING, ROUNDING_BITS, total
+from planaria.kernels.cpu.vector import ROUNDING, ROUNDING_BITS
 from planaria.kernels.objects import initialise
 
 I64 = "<32 x i32>"
@@ -26,6 +26,8 @@ declare {I32} @llvm.x86.avx512.vpdpbusd.512({I32}, {I32}, {I32})
 declare {H32} @llvm.x86.avx512.pmaddubs.w.512({B64}, {B64})
 declare <16 x i16> @llvm.x86.avx2.pmadd.ub.sw({B32}, {B32})
 declare <8 x i32> @llvm.x86.avx2.pmadd.wd(<16 x i16>, <16 x i16>)
+declare {I32} @llvm.smax.v16i32({I32}, {I32})
+declare i32 @llvm.vector.reduce.smax.v16i32({I32})
 declare {B32} @llvm.x86.avx2.pshuf.b({B32}, {B32})
 """
 
@@ -163,20 +165,21 @@ def round_rows(target: Target, kind: BlockKind) -> str:
     def body(i: str) -> None:
         at, to = f.at(x, f.mul(i, 32 * target.item)), f.at(out, f.mul(i, form.row_bytes))
         halves = [act.load(f.at(at, 16 * target.item * h)) for h in range(2)]
-        sizes = [f.op(f"call {F32} @llvm.fabs.v16f32({F32} {v})") for v in halves]
-        larger = f.op(f"fcmp ogt {F32} {sizes[0]}, {sizes[1]}")
-        most = f.op(f"call float @llvm.vector.reduce.fmax.v16f32({F32} {f.select(larger, *sizes)})")
+        # as integers, whose order is that of floats: their maximum is a tree, that of floats a chain for NaNs' sake
+        bits = [f.op(f"and {I32} {f.op(f'bitcast {F32} {v} to {I32}')}, {f.const_i32(0x7FFFFFFF)}") for v in halves]
+        larger = f.op(f"call {I32} @llvm.smax.v16i32({I32} {bits[0]}, {I32} {bits[1]})")
+        largest = f.op(f"call i32 @llvm.vector.reduce.smax.v16i32({I32} {larger})")
+        most = f.op(f"bitcast i32 {largest} to float")
         inverse = f.op(f"fdiv float {literal(form.most)}, {most}")
         none = f.op(f"fcmp oeq float {most}, {literal(0.0)}")
         factor = f.splat("float", f.op(f"select i1 {none}, float {literal(0.0)}, float {inverse}"))
-        finite = total(f, f.vec("fadd", *halves))
-        zero = f.op(f"fsub float {finite}, {finite}")  # or no number
+        zero = f.op(f"fsub float {most}, {most}")  # or no number
         scale = f.op(f"fadd float {f.op(f'fmul float {most}, {literal(1 / form.most)}')}, {zero}")
         f.store("float", scale, f.at(to, form.numbers), 4)
         sums = []
         for h, v in enumerate(halves):
-            bits = f.op(f"bitcast {F32} {f.fma(v, factor, f.const_f32(ROUNDING))} to {I32}")
-            whole = f.op(f"sub {I32} {bits}, {f.const_i32(ROUNDING_BITS)}")
+            moved = f.op(f"bitcast {F32} {f.fma(v, factor, f.const_f32(ROUNDING))} to {I32}")
+            whole = f.op(f"sub {I32} {moved}, {f.const_i32(ROUNDING_BITS)}")
             short = f"<16 x i{form.item}>"
             f.store(short, f.op(f"trunc {I32} {whole} to {short}"), f.at(to, 2 * form.item * h), 2)
             sums.append(whole)
