@@ -15,7 +15,6 @@ from planaria.kernels.cpu.emit import F32, I32, Function
 from planaria.kernels.cpu.micro import (
     DECLARATIONS,
     H32,
-    STREAM_AHEAD,
     dispatcher,
     finish,
     prefetch,
@@ -164,6 +163,7 @@ def scaled(f: Function, total: str, sum: str, numbers: str, minima: Sequence[str
     return total
 
 
+AHEAD = 32768  # bytes that are asked for before they are read: as many as are on their way, and more
 ENTRIES = ("pl_packed", "pl_wide", "pl_embed", "pl_round")
 PACKED, WIDE, EMBED, ROUND, ROUNDED_BYTES = range(5)  # their places in a kind's table; bytes of a block
 PACKED_ARGS = ("rows", "x", "ldx", "w", "scales", "blocks", "out", "ldo", "mode", "bias")
@@ -175,7 +175,7 @@ def packed(target: Target, kind: BlockKind, rows: int) -> str:
     unpack, form, w, xs = Unpack(target, kind), form_of(target, kind), f.ptr("%w"), rows_of(f, "%x", "%ldx", rows)
 
     def body(i: str, acc: list[str]) -> list[str]:
-        unpack.prefetch(f, w, i, STREAM_AHEAD)  # codes and scales of the panels that follow
+        unpack.prefetch(f, w, i, AHEAD)  # codes and scales of the panels that follow
         own, shared = (f.ptr(p) for p in unpack.places(f, "%scales", "%blocks", i))
         x_at = [f.at(x, f.mul(i, form.row_bytes)) for x in xs]
         factors = unpack.factors(f, own, shared)
