@@ -4,7 +4,8 @@ dense   [N/16][K/pair][16][pair], K padded to 16.
 packed  [N/16] of codes, then scales; K in blocks of 32, so that a cut between any two of them is one of the weight.
         Codes of 8 bits are [K/2][16][2] signed bytes. Others are split into planes of 4, 2 or 1 bits (blocks.py);
         a plane of p bits is [p][16] words of 32 bits a block, whose lower half has the even k in ascending order, the
-        upper half the odd ones. Scales of 32 weights that are the file's float16 are [K/32][16] scale, or
+        upper half the odd ones; where kinds are multiplied as bytes, byte i of each four has every fourth from i on.
+        Scales of 32 weights that are the file's float16 are [K/32][16] scale, or
         [K/32][2][16] scale and minimum. Where they are small integers times numbers of a superblock these are bytes,
         [K/32][32/group][16] likewise, and behind them are the float16 numbers, [superblocks][16] or
         [superblocks][2][16]. So a packed weight takes what it takes in the file, or some hundredths more.
