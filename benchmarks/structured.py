@@ -18,9 +18,9 @@ Each prints a table and writes benchmarks/out/structured_NAME.json.
   are held against `jsonschema`. fuzz keeps four rows of others streaming, all of whose tokens come.
 - door: by verdict, how many grammars, and how long each was waited for; those that were there before are told by
   themselves, as they may be kept.
-- beside: gaps of the tokens of four rows, while eight others have short answers one after the other: free, or each held
-  to another one of fuzz's grammars; by themselves, or while more are being checked without a pause; and, as a measure,
-  beside a process of the same priority that does nothing but count. In turns, the 99th of 100.
+- beside: gaps of the tokens of four rows, while eight others have short answers one after the other: each held to
+  another one of fuzz's grammars, or free and as long; by themselves, or while more grammars are being checked without a
+  pause; and, as a measure, beside a process of the same priority that only counts. In turns, the 99th of 100.
 """
 
 from __future__ import annotations
@@ -291,8 +291,8 @@ def beside(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     door = [sys.executable, "-m", __spec__.name, "door", "--model", options.model]
     spin = [sys.executable, "-c", f"import os\nos.nice({NICE})\nwhile True: pass"]
     kinds: dict[str, tuple[bool, list[str]]] = {
-        "free": (False, []), "free, beside a process that counts": (False, spin), "free, beside checks": (False, door),
-        "held to grammars": (True, []), "held to grammars, beside checks": (True, door),
+        "held to grammars": (True, []), "held to grammars, beside checks": (True, door), "free": (False, []),
+        "free, beside a process that counts": (False, spin), "free, beside checks": (False, door),
     }  # fmt: skip
     gaps: dict[str, list[float]] = {kind: [] for kind in kinds}
     numbers = itertools.count(options.first)
@@ -301,28 +301,32 @@ def beside(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         def checked() -> SamplingParams:
             """The next one that is let in."""
             while True:
-                params = SamplingParams(max_tokens=24, structured_outputs=form(**drawn(next(numbers))))
+                number = next(numbers)
+                params = SamplingParams(max_tokens=24, seed=number, structured_outputs=form(**drawn(number)))
                 with contextlib.suppress(RequestError):
                     return llm._grammars.spelled(params)
 
-        def run(kind: str, asked: list[SamplingParams]) -> None:
+        def run(kind: str, asked: list[SamplingParams]) -> list[int]:
+            """How many tokens each had."""
             times: list[float] = []
             quiet = SamplingParams(max_tokens=LASTS, ignore_eos=True)
-            llm.generate(
+            outputs = llm.generate(
                 ["Say it."] * (OTHERS + len(asked)), [*[quiet] * OTHERS, *asked], use_tqdm=False,
                 on_tokens=lambda done, new: times.append(time.perf_counter()),
             )  # fmt: skip
             gaps[kind] += [b - a for a, b in pairwise(times)]
+            return [len(output.outputs[0].token_ids) for output in outputs[OTHERS:]]
 
-        count = SHORT * LASTS // 24
-        free = [SamplingParams(max_tokens=24, seed=i, ignore_eos=True) for i in range(count)]
         for number in range(options.rounds + 1):
-            for kind, (held, command) in kinds.items():
-                asked = [checked() for _ in range(count)] if held else free
+            held = [checked() for _ in range(SHORT * LASTS // 24)]
+            free: list[SamplingParams] = []  # as long as those, since who comes is what others see most of
+            for kind, (bound, command) in kinds.items():
                 with subprocess.Popen(command) if command else contextlib.nullcontext() as process:
-                    run(kind, asked)
+                    counts = run(kind, held if bound else free)
                     if process is not None:
                         process.kill()
+                if not free:
+                    free = [SamplingParams(max_tokens=max(1, n), seed=i, ignore_eos=True) for i, n in enumerate(counts)]
             if not number:  # warm
                 gaps = {kind: [] for kind in kinds}
     found = {

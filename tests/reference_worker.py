@@ -243,11 +243,14 @@ class HashWorker:
         return Rule(grammar, self.vocab_size) if grammar else None
 
     def enter(self, state: RowState) -> None:
-        """Bring a row's grammar to where its output is, when it draws for the first time, unless it is late."""
+        """Bring a row's grammar to where its output is, when it draws for the first time, unless it is late; it may
+        also be later on."""
         rule = self.rule(state)
-        if rule is not None and state.at is None:
-            state.late = state.late or mix(self.books.step, state.fresh.seed) % 4 == 0
-            state.at = rule.of(state.tokens[state.fresh.num_prompt :]) if not state.late else None
+        if rule is None:
+            return
+        state.late = state.late or mix(self.books.step, state.fresh.seed) % (4 if state.at is None else 40) == 0
+        if state.at is None and not state.late:
+            state.at = rule.of(state.tokens[state.fresh.num_prompt :])
 
     def after(self, state: RowState, at: int | None, token: int) -> int | None:
         rule = self.rule(state)
