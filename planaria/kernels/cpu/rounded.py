@@ -37,7 +37,7 @@ def host_has(feature: str) -> bool:
     return bool(initialise().get_host_cpu_features().get(feature))
 
 
-class Pairs:
+class InPairs:
     """int16 of 15 bits: a step is two neighbours along K, codes int16 [16][2].
 
     most: the largest integer. numbers: where they are in a block of a row, of `row_bytes`. run: steps whose sums are
@@ -86,7 +86,7 @@ class Pairs:
         return run
 
 
-class Bytes(Pairs):
+class InBytes(InPairs):
     """int8: a step is four neighbours along K, codes uint8 [16][4] as i32 [16]. One instruction multiplies and adds
     (vpdpbusd), or one multiplies and adds pairs into 16 bits (pmaddubsw), which hold the sums of a run."""
 
@@ -139,8 +139,8 @@ class Bytes(Pairs):
         return f.op(f"add {I32} {before}, {sums}")
 
 
-def form_of(target: Target, kind: BlockKind) -> Pairs:
-    return (Bytes if kind.by_bytes else Pairs)(target, kind)
+def form_of(target: Target, kind: BlockKind) -> InPairs:
+    return (InBytes if kind.by_bytes else InPairs)(target, kind)
 
 
 def half_of(f: Function, item: str, vector: str, half: int, lanes: int) -> str:
