@@ -19,7 +19,10 @@ def main(args: list[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    from planaria.cli.app import app, only
+    from planaria.preload import importing
+
+    with importing():
+        from planaria.cli.app import app, only
     from planaria.env import log_format, log_level
     from planaria.errors import PlanariaError, UserError
     from planaria.logs import as_json, setup_logging

@@ -15,6 +15,7 @@ from planaria import __version__
 from planaria.cli.help import ModelsGroup, PlainCommand, PlainGroup
 from planaria.cli.options import engine_command
 from planaria.cli.words import EngineCommand
+from planaria.preload import importing
 
 app = typer.Typer(
     name="planaria", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -58,7 +59,9 @@ def body(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     def of(declared: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(declared)
         def command(**values: Any) -> None:
-            getattr(import_module(f"planaria.cli.{module}"), function or "run")(**values)
+            with importing():
+                found = import_module(f"planaria.cli.{module}")
+            getattr(found, function or "run")(**values)
 
         return command
 

@@ -29,6 +29,7 @@ from planaria.env import admin_key, api_keys, ray_settings
 from planaria.env import log_level as default_level
 from planaria.errors import ConfigError
 from planaria.logs import as_json, setup_logging, wait_for_no_reader
+from planaria.preload import importing
 from planaria.processes import set_title
 from planaria.server.config import ServerConfig
 from planaria.server.tools import Parsers
@@ -193,7 +194,8 @@ async def _serve(
 
         starting = asyncio.create_task(fleet.start())
         try:
-            await asyncio.to_thread(import_module, "planaria.server.serve")  # meanwhile it goes on
+            with importing():
+                await asyncio.to_thread(import_module, "planaria.server.serve")  # meanwhile it goes on
             from planaria.server.serve import bind, serve
 
             sock = bind(settings)

@@ -28,6 +28,7 @@ import msgspec
 
 from planaria.env import environment
 from planaria.node import readable
+from planaria.preload import importing
 from planaria.processes import die_with_parent, die_with_pipe, leave_signals_to_parent, set_title
 
 LONGEST = 1 << 20  # bytes of a message
@@ -277,8 +278,9 @@ def main() -> int:
     die_with_parent(int(sys.argv[1]))
     leave_signals_to_parent()
     set_title("forkserver")
-    for module in sys.argv[3:]:
-        importlib.import_module(module)
+    with importing():
+        for module in sys.argv[3:]:
+            importlib.import_module(module)
     gc.freeze()  # pages of what is there now stay shared
     module = _serve(socket.socket(fileno=int(sys.argv[2])))
     return run(module) if module else 0
