@@ -18,7 +18,7 @@ from typing import Any
 from planaria.mesh.comm import DEADLINE, CollectiveAborted, Comm, Solo
 from planaria.mesh.mesh import Mesh
 from planaria.mesh.segment import create_segment, fence_segment
-from planaria.mesh.ways import MEMORY, NCCL, choose
+from planaria.mesh.ways import MEMORY, choose
 from planaria.node import Shared
 from planaria.protocol import Hello
 from planaria.topology import Layout
@@ -93,23 +93,24 @@ class Opening:
                 self._end = None
 
 
-def _say(way: str, line: str, ranks: Sequence[int], place: int) -> str:
+def _say(way: str, line: str, ranks: Sequence[int], place: int, usual: str) -> str:
     """The way that a group has, which its first rank tells people of, if it isn't the usual one."""
-    level = logging.WARNING if place == 0 and way != NCCL else logging.DEBUG
+    level = logging.WARNING if place == 0 and way != usual else logging.DEBUG
     logger.log(level, "ranks %s meet by %s", ", ".join(map(str, ranks)), line)
     return way
 
 
 def open_mesh(
     rank: int, layout: Layout, epoch: int, members: Sequence[Hello], *, fast: bool,
-    shared: Callable[[], Callable[..., Comm]], lanes: int = 1, crowded: bool = False, on_devices: bool = False,
+    shared: Callable[[], Callable[..., Comm]], lanes: int = 1, crowded: bool = False, collective: str = MEMORY,
     deadline: float = DEADLINE, opening: Opening | None = None, experts: bool = False, micro_batches: int = 1,
 ) -> Mesh:  # fmt: skip
     """Meet the other ranks. fast: use memory that all see where it can be. shared: gives what makes a group there (a
-    SharedComm with its kernels), called only then; lanes, crowded: see RankBoot. opening: by which another thread ends
-    this. experts, micro_batches: as for `axes`. Raises CollectiveAborted when a rank does not come within the deadline
-    or the opening is aborted, Gone when a rank has ended already."""
-    opening = opening or Opening()
+    SharedComm with its kernels), called only then; lanes, crowded: see RankBoot. collective: the
+    platform's; shared memory: ranks compute in main memory. opening: by which another thread ends this. experts,
+    micro_batches: as for `axes`. Raises CollectiveAborted when a rank does not come within the deadline or the opening
+    is aborted, Gone when a rank has ended already."""
+    opening, on_devices = opening or Opening(), collective != MEMORY
 
     def group(axis: str, ranks: tuple[int, ...]) -> Comm:
         if len(ranks) == 1:
@@ -119,9 +120,9 @@ def open_mesh(
             from planaria.mesh.nccl import available
             from planaria.mesh.staged import StagedComm
 
-            way = _say(*choose(theirs, available()), ranks, ranks.index(rank))
-            if way == NCCL:
-                return by_store(axis, ranks, by_nccl=True)
+            way = _say(*choose(theirs, collective, available()), ranks, ranks.index(rank), collective)
+            if way == collective:
+                return by_store(axis, ranks, direct=True)
             return StagedComm(by_memory(axis, ranks) if way == MEMORY else by_store(axis, ranks))
         if fast and axis in theirs[0].segments and all(each.home == members[rank].home for each in theirs):
             return by_memory(axis, ranks)
@@ -140,7 +141,7 @@ def open_mesh(
         finally:
             os.close(fd)
 
-    def by_store(axis: str, ranks: tuple[int, ...], *, by_nccl: bool = False) -> Comm:
+    def by_store(axis: str, ranks: tuple[int, ...], *, direct: bool = False) -> Comm:
         store, place = members[0].store, ranks.index(rank)
         if store is None:
             raise ValueError(f"rank {rank}: the {axis} group of ranks {ranks} has neither shared memory nor a store")
@@ -151,7 +152,7 @@ def open_mesh(
         with opening.waiting(lambda: leave_store(met)):
             name, most = f"{epoch}/{axis}/{ranks[0]}", FEW if axis == "experts" else IN_FLIGHT
             options: dict[str, Any] = {"host": members[rank].address, "deadline": deadline, "in_flight": most}
-            if not by_nccl:
+            if not direct:
                 return GlooComm(met, name, place, ranks, **options)
             near = len({members[each].home for each in ranks}) == 1
             return NcclComm(met, name, place, ranks, custom=fast and axis == "tp" and near, **options)

@@ -17,9 +17,9 @@ class GroupWay(NamedTuple):
     refusal: Callable[[Sequence[Hello], bool], str]
 
 
-def nccl_refusal(members: Sequence[Hello], has_nccl: bool) -> str:
-    """has_nccl: is it in this torch?"""
-    if not has_nccl:
+def direct_refusal(members: Sequence[Hello], there: bool) -> str:
+    """Of the devices' own collective. there: is it in this torch?"""
+    if not there:
         return "this PyTorch has none"
     seen = dict[tuple[str, int], Hello]()
     for each in members:
@@ -29,7 +29,7 @@ def nccl_refusal(members: Sequence[Hello], has_nccl: bool) -> str:
     return ""
 
 
-def memory_refusal(members: Sequence[Hello], has_nccl: bool) -> str:
+def memory_refusal(members: Sequence[Hello], there: bool) -> str:
     first = members[0]
     apart = [each for each in members if each.home != first.home]
     if apart:
@@ -37,15 +37,16 @@ def memory_refusal(members: Sequence[Hello], has_nccl: bool) -> str:
     return "" if first.segments else "this system has no memory files"
 
 
-NCCL, MEMORY, GLOO = "NCCL", "shared memory", "gloo"
-WAYS = (GroupWay(NCCL, nccl_refusal), GroupWay(MEMORY, memory_refusal), GroupWay(GLOO, lambda members, has_nccl: ""))
+MEMORY, GLOO = "shared memory", "gloo"
+OTHERS = (GroupWay(MEMORY, memory_refusal), GroupWay(GLOO, lambda members, there: ""))
 
 
-def choose(members: Sequence[Hello], has_nccl: bool) -> tuple[str, str]:
-    """Which way, and a line for people: it, and why not those before it."""
+def choose(members: Sequence[Hello], collective: str, there: bool) -> tuple[str, str]:
+    """Which way, and a line for people: it, and why not those before it. collective: of these devices, which comes
+    first; there: is it in this torch?"""
     refused = list[str]()
-    for way in WAYS:
-        why = way.refusal(members, has_nccl)
+    for way in (GroupWay(collective, direct_refusal), *OTHERS):
+        why = way.refusal(members, there)
         if not why:
             break
         refused.append(f"not {way.name}: {why}")

@@ -14,10 +14,10 @@ class Platform(msgspec.Struct, frozen=True, kw_only=True):
     name: as `--device` has it. title: of one, for people. torch: torch's name of the device. resource: what Ray counts;
     on CPUs a rank's slot, or a core. masks: variables that say which devices a process sees; the first is the one that
     is set. files: what there is one of for each device; a `gpu_id` holds 0 where it is a CPU's. build: what torch's
-    version file names where torch is built for it. collective: what carries sums between ranks. graphs: can a step be
-    recorded and played again? keeps: by which calls a keeper process has its memory for ranks; empty: it ends with
-    them. step_tokens: of a step at most, where nobody says. refusal: why nothing runs on it;
-    empty: it does.
+    version file names where torch is built for it. collective: what carries sums between ranks where it can (else
+    see mesh.ways). graphs: can a step be recorded and played again? keeps: by which calls a keeper process has its
+    memory for ranks; empty: it ends with them. step_tokens: of a step at most, where nobody says. refusal: why nothing
+    runs on it; empty: it does.
     """
 
     name: str

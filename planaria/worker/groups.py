@@ -97,7 +97,7 @@ class Groups:
         self.mesh = open_mesh(
             boot.rank, command.layout, command.epoch, command.members, fast=self._shares_memory,
             shared=lambda: shared_memory(config), lanes=boot.lanes, crowded=boot.crowded,
-            on_devices=not config.device.platform.on_host, deadline=command.deadline, opening=self._opening,
+            collective=config.device.platform.collective, deadline=command.deadline, opening=self._opening,
             experts=self.shared_experts, micro_batches=self._num_micro_batches,
         )  # fmt: skip
         self._opening.check()

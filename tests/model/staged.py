@@ -37,6 +37,6 @@ class StagedRank(Worker):
 
 
 def _on_devices(own: Any, *args: Any, **named: Any) -> Any:
-    mesh = own(*args, **{**named, "on_devices": True})
+    mesh = own(*args, **{**named, "collective": "NCCL"})
     assert any(isinstance(group, StagedComm) for group in (mesh.tp, mesh.ep))
     return mesh

@@ -453,7 +453,7 @@ def test_two_ranks_on_one_device_share_memory_and_say_why(caplog: pytest.LogCapt
 
     def meet(rank: int, members: list[Hello]) -> Mesh:
         make = partial(SharedComm, entry=entry)
-        return open_mesh(rank, Layout(tp=2), 0, members, fast=False, shared=lambda: make, on_devices=True)
+        return open_mesh(rank, Layout(tp=2), 0, members, fast=False, shared=lambda: make, collective="NCCL")
 
     def both(second: Hello) -> list[Mesh]:
         with ThreadPoolExecutor(2) as pool:

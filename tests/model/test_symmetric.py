@@ -234,7 +234,7 @@ def test_tensor_ranks_of_a_node_ask_for_it(
 
     def meet(rank: int) -> None:
         make = partial(SharedComm, entry=load(target_for("float32")))
-        boot.open_mesh(rank, Layout(tp=2), 0, members, fast=fast, shared=lambda: make, on_devices=True).close()
+        boot.open_mesh(rank, Layout(tp=2), 0, members, fast=fast, shared=lambda: make, collective="NCCL").close()
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(meet, range(2)))
