@@ -349,6 +349,8 @@ class Request:
     def span(self, first: int, end: int) -> list[int]:
         """Of the history, without a copy of the rest."""
         known = len(self.prompt)
+        if first >= known:
+            return self.output[first - known : end - known]
         return self.prompt[first:end] + self.output[max(first - known, 0) : max(end - known, 0)]
 
     @property

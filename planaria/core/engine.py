@@ -183,14 +183,14 @@ class EngineCore:
         deltas: list[Delta] = []
         for lane, part in zip(self.lanes, result.lanes, strict=True):
             deltas += lane.commit(result.step, part)
-        tokens, faults = 0, self.quarantine.faults
-        for delta in deltas:
-            tokens += len(delta.tokens)
-            if faults and (delta.tokens or delta.finish is not None):
-                self._clear(delta)
-            if delta.finish is not None:
-                del self.lane_of[delta.request_id]
-        self.generation_tokens += tokens
+            self.generation_tokens += lane.drawn
+        if self.quarantine.faults:
+            for delta in deltas:
+                if delta.tokens or delta.finish is not None:
+                    self._clear(delta)
+        for lane in self.lanes:
+            for id in lane.ended:
+                del self.lane_of[id]
         return deltas
 
     @property

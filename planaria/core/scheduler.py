@@ -27,7 +27,7 @@ from planaria.config.options import CacheConfig, SchedulerConfig
 from planaria.core import holding
 from planaria.core.connector import LaneConnector
 from planaria.core.holding import Moved
-from planaria.core.kv_cache import BlockKey, BlockPool, KeyScope, chain
+from planaria.core.kv_cache import BlockKey, BlockPool, KeyScope, block_key
 from planaria.core.kv_index import HeldBlocks, LaneIndex, NoIndex
 from planaria.core.loras import LoraSlots
 from planaria.core.policy import POLICIES, Key
@@ -58,6 +58,7 @@ class Lane:
         self.waiting: list[tuple[Key, SequenceState]] = []  # a heap
         self.entries: dict[str, SequenceState] = {}  # every open request
         self.builder = StepBuilder(self)
+        self.drawn, self.ended = 0, list[str]()  # in the last commit: tokens, requests
         self.only: str | None = None  # no other request may enter (quarantine)
         self.index: LaneIndex = index or NoIndex(scheduler.max_num_seqs)
         self.held: dict[bytes, HeldBlocks] = {}  # of requests that may come, by name
@@ -262,7 +263,7 @@ class Lane:
 
     def commit(self, step: int, result: LaneResult) -> list[Delta]:
         """Take in what step `step` computed; steps are committed in order."""
-        self.committed = step
+        self.committed, self.drawn, self.ended = step, 0, list[str]()
         for entry, cursor in self.chunks.pop(step, ()):
             if entry.row is not None and entry.open:
                 self.computed_to(entry, cursor)
@@ -292,13 +293,14 @@ class Lane:
         full = cursor // self.block_size
         if not self.caching or full <= entry.remembered:
             return
-        if full > len(entry.keys):
-            first, root = len(entry.keys) * self.block_size, self.scope.root(request.salt, request.adapter)
-            chain(request.span(first, full * self.block_size), self.block_size, entry.keys, root, first)
+        keys, size = entry.keys, self.block_size
+        while (known := len(keys)) < full:
+            parent = keys[-1] if known else self.scope.root(request.salt, request.adapter)
+            keys.append(block_key(parent, request.span(known * size, known * size + size)))
         for index in range(entry.remembered, full):
             key = entry.keys[index]
             self.pool.remember(entry.blocks[index], key)
-            if self.computing.get(key) is entry:
+            if self.computing and self.computing.get(key) is entry:
                 del self.computing[key]
         if request.persist and self.connector is not None:
             self.connector.want(entry.keys[entry.remembered : full], entry.blocks[entry.remembered : full])
@@ -309,6 +311,7 @@ class Lane:
     def finish(self, entry: SequenceState, delta: Delta, reason: FinishReason) -> Delta:
         delta.finish = reason
         entry.open = False
+        self.ended.append(entry.request.id)
         self.entries.pop(entry.request.id, None)
         self._quit(entry)
         return delta
@@ -319,34 +322,59 @@ def drew(
     logprobs: Sequence[list[TokenLogprobs] | None] | None = None,
 ) -> list[Delta]:  # fmt: skip
     """A token each; None: who has left. What is done for each here is what a large step costs most."""
-    size, lengths, number, deltas = lane.block_size, lane.index.lengths, lane.scope.number, list[Delta]()
-    for entry, token, likely in zip(entries, tokens, logprobs or [None] * len(tokens), strict=True):
+    lengths, deltas = lane.index.lengths, list[Delta]()
+    for entry, token in zip(entries, tokens, strict=True):
         if entry is None or not entry.open:
             continue
         request = entry.request
         output = request.output
         count = len(output)
-        before = len(request.prompt) + count
+        if count >= entry.quiet_to or token in entry.stops:
+            deltas.append(drew_one(lane, entry, token))
+            continue
         if (row := entry.row) is not None:
-            if before // size > entry.remembered:
-                lane.computed_to(entry, before)
-            else:
-                request.computed = lengths[row] = before
-        delta = Delta(request.id, count, [token], logprobs=likely, weights=number)
-        deltas.append(delta)
-        if not count:
-            delta.num_cached, delta.queued = entry.num_cached, entry.queued
-            delta.prompt_logprobs = entry.prompt_logprobs
+            request.computed = lengths[row] = entry.prompt_length + count
+        deltas.append(Delta(request.id, count, [token]))
         output.append(token)
-        if token in entry.stops and (count >= request.params.min_tokens or request.params.grammar):
-            delta.stop_reason = token
-            lane.finish(entry, delta, FinishReason.STOP)
-        elif count + 1 >= request.max_tokens:
-            lane.finish(entry, delta, FinishReason.LENGTH)
-        elif request.lends:
-            delta.lease = leave_with(lane, entry)
-            lane.finish(entry, delta, FinishReason.LENT)
+    if logprobs is not None:
+        of = {entry.request.id: likely for entry, likely in zip(entries, logprobs, strict=True) if entry is not None}
+        for delta in deltas:
+            delta.logprobs = of[delta.request_id]
+    if number := lane.scope.number:
+        for delta in deltas:
+            delta.weights = number
+    lane.drawn += len(deltas)
     return deltas
+
+
+def drew_one(lane: Lane, entry: SequenceState, token: int) -> Delta:
+    """A token that fills a block, or is its request's first, or may be its last."""
+    request, count = entry.request, len(entry.request.output)
+    if entry.row is not None:
+        lane.computed_to(entry, entry.prompt_length + count)
+    delta = Delta(request.id, count, [token])
+    request.output.append(token)
+    if not count:
+        delta.num_cached, delta.queued = entry.num_cached, entry.queued
+        delta.prompt_logprobs = entry.prompt_logprobs
+    entry.quiet_to = entry.most - 1
+    if lane.caching:
+        entry.quiet_to = min(entry.quiet_to, (entry.remembered + 1) * lane.block_size - entry.prompt_length)
+    ended(lane, entry, delta, token)
+    return delta
+
+
+def ended(lane: Lane, entry: SequenceState, delta: Delta, token: int) -> None:
+    """Is it, with this token? Its request's output has it."""
+    request, count = entry.request, delta.index + 1
+    if token in entry.stops and (count > request.params.min_tokens or request.params.grammar):
+        delta.stop_reason = token
+        lane.finish(entry, delta, FinishReason.STOP)
+    elif count >= request.max_tokens:
+        lane.finish(entry, delta, FinishReason.LENGTH)
+    elif request.lends:
+        delta.lease = leave_with(lane, entry)
+        lane.finish(entry, delta, FinishReason.LENT)
 
 
 def failed(lane: Lane, errors: dict[int, str]) -> list[Delta]:

@@ -19,8 +19,8 @@ class SequenceState:
 
     __slots__ = (
         "auto", "auto_from", "auto_start", "blocks", "end_tick", "fetch", "fetched", "key", "keys", "last_step",
-        "leaving", "next_event", "num_cached", "offered", "open", "owned", "planned", "prompt_logprobs", "queued",
-        "reads", "remembered", "request", "row", "stops", "target", "turn",
+        "leaving", "most", "next_event", "num_cached", "offered", "open", "owned", "planned", "prompt_length",
+        "prompt_logprobs", "queued", "quiet_to", "reads", "remembered", "request", "row", "stops", "target", "turn",
     )  # fmt: skip
 
     def __init__(self, request: Request, key: Key) -> None:
@@ -50,6 +50,9 @@ class SequenceState:
         # One with a grammar has its end tokens only where they end it: see `structured.constraint`.
         ends = request.eos_ids if params.grammar or not params.ignore_eos else ()
         self.stops = frozenset(params.stop_token_ids) | frozenset(ends)
+        self.prompt_length = len(request.prompt)
+        self.quiet_to = 0  # tokens of its output up to which a token that is no stop is only put down
+        self.most = 0 if request.lends else request.max_tokens  # tokens of its output, with which it ends here
 
 
 class MicroStep:

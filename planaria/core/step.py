@@ -194,7 +194,7 @@ class StepBuilder:
         for key in entry.owned:
             lane.computing[key] = entry
         entry.prompt_logprobs = [None] if request.params.prompt_logprobs is not None else None
-        entry.row = lane.free_rows.pop()
+        entry.row, entry.quiet_to = lane.free_rows.pop(), 0
         lane.index.enter(entry.row, request, entry.blocks)
         lane.at_row[entry.row] = entry
         lane.prefilling.append(entry)
