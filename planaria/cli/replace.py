@@ -38,7 +38,8 @@ async def serve_in_place(
         stack.callback(other.close)
         names = stack.enter_context(folder_of_names())
         bar = stack.enter_context(contextlib.ExitStack())
-        fleet = Fleet(config, bar.enter_context(loading()), make, hosts, names=names, weights=other.weights)
+        progress = bar.enter_context(loading())
+        fleet = Fleet(config, progress, make, hosts, names=names, weights=other.weights, keepers=other.keepers)
         load_modules(fleet.dispatcher.loras, settings.lora_modules)
         if fleet.local is None:
             raise ConfigError("--replace", True, "is for engines that are processes of this machine")

@@ -1,7 +1,8 @@
 """Has memory of one device for others: `python -m planaria.hosts.device_keeper PARENT SAYS SOCKET KIND`.
 
-It computes nothing, imports no torch, and ends with its owner. SOCKET is a descriptor of a Unix socket that listens
-under an abstract name; whoever has this user's id may ask, one question a connection.
+It computes nothing, imports no torch, and ends with its owner: when nobody has the other end of its standard input any
+more, which an owner may hand on. SOCKET is a descriptor of a Unix socket that listens under an abstract name; whoever
+has this user's id may ask, one question a connection.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from typing import Any
 
 import msgspec
 
-from planaria.hosts import child
 from planaria.hosts.device_memory import (
     LARGEST,
     MOST,
@@ -37,8 +37,9 @@ from planaria.hosts.device_memory import (
 )
 from planaria.hosts.host import Program
 from planaria.hosts.local import HERE, LocalChild, LocalHost
+from planaria.logs import wait_for_no_reader
 from planaria.node import Keeping
-from planaria.processes import leave_signals_to_parent, set_title
+from planaria.processes import die_with_pipe, leave_signals_to_parent, set_title
 from planaria.topology.platforms import Platform
 
 BACKLOG = 128
@@ -94,20 +95,16 @@ class DeviceKeeper:
         return [name for name in self._held if name.startswith(under)]
 
 
-def serve(listener: socket.socket, kind: str, owner: int) -> None:
-    """Until nothing is to be had from `owner` any more, a descriptor. The device is looked for when somebody asks."""
+def serve(listener: socket.socket, kind: str) -> None:
+    """For ever. The device is looked for when somebody asks."""
     keeper: DeviceKeeper | None = None
     selector = selectors.DefaultSelector()
     listener.setblocking(False)
     selector.register(listener, selectors.EVENT_READ)
-    selector.register(owner, selectors.EVENT_READ)
     asking: list[socket.socket] = []
     while True:
         for key, _ in selector.select():
-            if key.fileobj == owner:
-                if not os.read(owner, LARGEST):
-                    return
-            elif key.fileobj is listener:
+            if key.fileobj is listener:
                 with contextlib.suppress(BlockingIOError, ConnectionError):
                     end, _ = listener.accept()
                     if not _is_ours(end):
@@ -157,12 +154,13 @@ def _answer(end: socket.socket, keeper: DeviceKeeper) -> None:
 
 
 class OwnedKeepers:
-    """A keeper for each of these devices, of this process: they end with it, or when it is closed, or let go of."""
+    """A keeper for each of these devices, of this process: they end with it, or when it is closed, or let go of. Once
+    it has left them to a process that was given their `pipes` (see GivenKeepers) they are that one's."""
 
     def __init__(self, kind: str, devices: Sequence[int]) -> None:
         self._host, self.keeping = LocalHost(devices=()), list[Keeping]()
         self._children = list[LocalChild]()
-        weakref.finalize(self, _kill, self._children)
+        self._end = weakref.finalize(self, _kill, self._children)
         for device in devices:
             address = f"planaria-{secrets.token_hex(16)}"
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -177,11 +175,39 @@ class OwnedKeepers:
     def pids(self) -> list[int]:
         return [each.place.pid for each in self._children]
 
+    @property
+    def pipes(self) -> list[int]:
+        """Descriptors: a keeper lives as long as anybody has its own."""
+        return [each.stdin for each in self._children]
+
+    def leave(self) -> None:
+        """They end with whoever else has their pipes."""
+        self._end.detach()
+        self._children.clear()
+
     def close(self) -> None:
         """Idempotent."""
         _kill(self._children)
         self._host.await_ends(self._children, 5.0)
         self._host.close()
+
+
+class GivenKeepers:
+    """Keepers that another process has given to this one, with its pipes, which become this one's."""
+
+    def __init__(self, keeping: Sequence[Keeping], pipes: Sequence[int]) -> None:
+        self.keeping, self.pipes = list(keeping), list(pipes)
+        for pipe in self.pipes:
+            os.set_inheritable(pipe, False)
+
+    def leave(self) -> None:
+        """See OwnedKeepers."""
+        self.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        while self.pipes:
+            os.close(self.pipes.pop())
 
 
 def _kill(children: Iterable[LocalChild]) -> None:
@@ -196,10 +222,12 @@ def keepers_of_all(platform: Platform, devices: Sequence[int]) -> OwnedKeepers |
 
 
 def main() -> int:
-    listener, kind = child.begin()
+    listener, kind = sys.argv[3:]
+    wait_for_no_reader()
     leave_signals_to_parent()
     set_title("keeper", of=kind)
-    serve(socket.socket(fileno=int(listener)), kind, sys.stdin.fileno())
+    die_with_pipe(0)
+    serve(socket.socket(fileno=int(listener)), kind)
     return 0
 
 

@@ -114,10 +114,10 @@ class KVMemory:
         return cls(shared.open(), shared, keepers)
 
     @classmethod
-    def given(cls, fd: int) -> KVMemory:
+    def given(cls, fd: int, keepers: Keepers | None = None) -> KVMemory:
         """Of a descriptor that another process gave up to this one."""
         own = reopened(fd)
-        return cls(own, Shared.of(own))
+        return cls(own, Shared.of(own), keepers)
 
     def fileno(self) -> int:
         return self._fd

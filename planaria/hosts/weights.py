@@ -199,10 +199,10 @@ class WeightsMemory:
         return cls(shared.open(), shared, keepers)
 
     @classmethod
-    def given(cls, fd: int) -> WeightsMemory:
+    def given(cls, fd: int, keepers: Keepers | None = None) -> WeightsMemory:
         """Of a descriptor that another process gave up to this one."""
         own = reopened(fd)
-        return cls(own, Shared.of(own))
+        return cls(own, Shared.of(own), keepers)
 
     def fileno(self) -> int:
         return self._file.number

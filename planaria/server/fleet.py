@@ -24,7 +24,7 @@ from planaria.config.options import EngineConfig
 from planaria.config.resolve import other_tensors, other_weights
 from planaria.core.resize import deal_kinds
 from planaria.errors import PlanariaError
-from planaria.hosts.device_keeper import OwnedKeepers, keepers_of_all
+from planaria.hosts.device_keeper import GivenKeepers, OwnedKeepers, keepers_of_all
 from planaria.hosts.device_memory import Keepers
 from planaria.hosts.local import LocalHost
 from planaria.hosts.weights import WeightsMemory
@@ -91,12 +91,12 @@ class Mover(Protocol):
 class Fleet:
     """Start with `await start()`; `on_progress` hears how the first start goes. make: gives an engine; hosts: keeps the
     places for engines that are not processes of this node; shared_in, names: see EngineKeeper; weights: memory that
-    there is for them. Called in one event loop."""
+    there is for them; keepers: that have it, on devices. Called in one event loop."""
 
     def __init__(
         self, config: EngineConfig, on_progress: Callable[[StartUpNews], None] | None = None,
         make: Make = EngineProcess, hosts: Hosts | None = None, shared_in: str | None = None,
-        names: str | None = None, weights: WeightsMemory | None = None,
+        names: str | None = None, weights: WeightsMemory | None = None, keepers: GivenKeepers | None = None,
     ) -> None:  # fmt: skip
         self.local: LocalHost | None = None  # of this node, where engines are processes of it
         if make is EngineProcess:
@@ -104,10 +104,10 @@ class Fleet:
             make = functools.partial(EngineProcess, host=self.local)
         self.config, self.on_progress, self.make, self.hosts = config, on_progress, make, hosts
         self.shared_in, self.names = shared_in, names
-        self._keepers: OwnedKeepers | None = None  # of this node's devices, for all engines here
+        self.keepers: OwnedKeepers | GivenKeepers | None = keepers  # of this node's devices, for all engines here
         if weights is None and self.local is not None:
-            self._keepers = keepers_of_all(config.device.platform, accelerator_ids())
-        kept, on_host = Keepers(self._keepers.keeping) if self._keepers else None, config.device.platform.on_host
+            self.keepers = keepers_of_all(config.device.platform, accelerator_ids())
+        kept, on_host = Keepers(self.keepers.keeping) if self.keepers else None, config.device.platform.on_host
         self.weights = weights or (WeightsMemory.make(kept) if on_host or kept is not None else None)
         self.dispatcher = Dispatcher(config.cache.enable_prefix_caching, self, LoraRegistry.of(config))
         self.mover: Mover = self.dispatcher
@@ -313,6 +313,11 @@ class Fleet:
         found = await asyncio.gather(*(experts_at(keeper) for _, keeper in keepers))
         return {index: loads for (index, _), loads in zip(keepers, found, strict=True) if loads is not None}
 
+    def leave_keepers(self) -> None:
+        """Another process has them."""
+        if self.keepers is not None:
+            self.keepers.leave()
+
     async def close(self) -> None:
         """End all engines and wait for them. Idempotent."""
         self.drain()
@@ -324,5 +329,5 @@ class Fleet:
             await in_thread(self.hosts.close)
         if self.local is not None:
             await in_thread(self.local.close)
-        if self._keepers is not None:
-            await in_thread(self._keepers.close)
+        if self.keepers is not None:
+            await in_thread(self.keepers.close)

@@ -173,9 +173,13 @@ class HandingOver:
         config, tensors = self.fleet.config, self.fleet.shared_weights
         fds += [tensors.fileno()] if tensors is not None else []
         path = config.checkpoint["path"] if config.weights_number and tensors is None else ""
+        keepers = self.fleet.keepers
+        fds += keepers.pipes if keepers is not None else []
         self.packets.send(
-            Offer(planaria.__version__, weights is not None, list(kv), self.fleet.began, config.weights_number, path),
-            fds,
+            Offer(
+                planaria.__version__, weights is not None, list(kv), self.fleet.began, config.weights_number, path,
+                keepers.keeping if keepers is not None else [],
+            ), fds,
         )  # fmt: skip
         self._not_late()  # it may import, compile and read for as long as it likes: this one serves
         logger.info("process %d, release %s, prepares to take over", self.successor, ask.release)
@@ -257,6 +261,7 @@ class HandingOver:
         self._not_late()
         self.state = "replaced"
         self.packets.send(Yours())
+        self.fleet.leave_keepers()
         self._title("former")
         self.life.leave(self._pass_on)
         logger.info("process %d serves now; %d requests end here", self.successor, self.life.service.requests)

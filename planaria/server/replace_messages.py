@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import msgspec
 
+from planaria.node import Keeping
 from planaria.server.root_messages import Kill, Serving, State, Stop
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
@@ -42,7 +43,8 @@ class Declined(msgspec.Struct, frozen=True, tag="declined"):
 
 class Offer(msgspec.Struct, frozen=True, tag="offer"):
     """With descriptors: of the socket that listens, of the weights' memory if `weights`, of the memory of KV of each of
-    these engines, of the tensors that are in force if they are in memory. began: which weights the server was started
+    these engines, of the tensors that are in force if they are in memory, and of the pipes that `keepers` of devices'
+    memory live by. began: which weights the server was started
     with; number, path: of those that are in force now (number 0: the same)."""
 
     release: str
@@ -51,6 +53,7 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
     began: str = ""
     number: int = 0
     path: str = ""
+    keepers: list[Keeping] = []
 
 
 class Given(msgspec.Struct, frozen=True, tag="given"):

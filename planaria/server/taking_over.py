@@ -21,6 +21,8 @@ import msgspec
 import planaria
 from planaria.checkpoint.shared import SharedWeights
 from planaria.errors import ConfigError, PlanariaError
+from planaria.hosts.device_keeper import GivenKeepers
+from planaria.hosts.device_memory import Keepers
 from planaria.hosts.memory import KVMemory
 from planaria.hosts.weights import WeightsMemory
 from planaria.node import readable
@@ -100,6 +102,7 @@ class TakingOver:
         self.sock: socket.socket
         self.weights: WeightsMemory | None = None
         self.kv: dict[int, KVMemory] = {}
+        self.keepers: GivenKeepers | None = None  # of devices' memory, which they are with
         self._offer: Offer
         self._tensors: SharedWeights | None = None
         self.packets: Packets[ToSuccessor]
@@ -162,12 +165,15 @@ class TakingOver:
     def _offered(self, offer: Offer, fds: list[int]) -> None:
         self.release = offer.release
         self.sock = socket.socket(fileno=fds.pop(0))
+        keepers = Keepers(offer.keepers) if offer.keepers else None
         if offer.weights:
-            self.weights = WeightsMemory.given(fds.pop(0))
+            self.weights = WeightsMemory.given(fds.pop(0), keepers)
         for engine in offer.engines:
-            self.kv[engine] = KVMemory.given(fds.pop(0))
+            self.kv[engine] = KVMemory.given(fds.pop(0), keepers)
         self._offer = offer
         self._tensors = SharedWeights.given(fds.pop(0)) if offer.number and not offer.path else None
+        if offer.keepers:
+            self.keepers = GivenKeepers(offer.keepers, [fds.pop(0) for _ in offer.keepers])
 
     async def _word(self, limit: float) -> ToSuccessor | None:
         """The next; None: it doesn't come, or the other has ended."""

@@ -13,6 +13,9 @@ import msgspec
 import pytest
 
 from planaria.errors import ConfigError
+from planaria.hosts.memory import KVMemory
+from planaria.hosts.weights import WeightsMemory
+from planaria.node import readable
 from planaria.server import handing_over, taking_over
 from planaria.server.config import ServerConfig
 from planaria.server.handing_over import HandingOver
@@ -75,16 +78,17 @@ class Pieces:
     def __init__(self) -> None:
         self.engine = SimpleNamespace(state="ready")
         self.sock = socket.create_server(("127.0.0.1", 0))
+        self.keepers: Any = SimpleNamespace(keeping=[], pipes=[])
         fleet: Any = SimpleNamespace(
             local=object(), weights=None, config=SimpleNamespace(served_model_name="m", weights_number=0),
-            shared_weights=None, began="",
+            shared_weights=None, began="", keepers=self.keepers,
             resizer=SimpleNamespace(busy=False), members={0: SimpleNamespace(engine=self.engine, memory=None)},
         )  # fmt: skip
         self.ended: list[int] = []
         life: Any = SimpleNamespace(
             service=SimpleNamespace(draining=""), server=SimpleNamespace(sock=self.sock), on_signal=self.ended.append
         )
-        self.handing = HandingOver(fleet, life)
+        self.fleet, self.handing = fleet, HandingOver(fleet, life)
         self.handing.open()
 
     async def come(self) -> End:
@@ -127,6 +131,28 @@ async def test_who_asks_is_told_why_not(pieces: Pieces) -> None:
     assert pieces.handing.state == "asked"
     for end in ends:
         end.close()
+
+
+async def test_keepers_of_devices_go_with_the_memory_that_they_have(pieces: Pieces) -> None:
+    ends, weights, kv = os.pipe(), WeightsMemory.make(), KVMemory.make(1)
+    assert weights is not None and kv is not None
+    pieces.keepers.keeping, pieces.keepers.pipes = [(3, "address")], [ends[1]]
+    pieces.fleet.weights, pieces.fleet.members[0].memory = weights, kv
+    end = await pieces.come()
+    end.packets.send(Ask(PROTOCOL, "1"))
+    (offer,) = await end.until(1)
+    taking: Any = object.__new__(TakingOver)
+    taking.kv, taking.keepers = {}, None
+    taking._offered(offer, end.fds)
+    os.close(ends[1])
+    assert taking.keepers.keeping == [(3, "address")] and not end.fds and not readable(ends[0], 0)
+    for memory, own in ((taking.weights, weights), (taking.kv[0], kv)):
+        assert memory.keepers.addresses == ((3, "address"),) and memory.origin.inode == own.origin.inode
+    taking.keepers.close()
+    assert readable(ends[0], 30), "who keeps it hears that nobody is there any more"
+    os.close(ends[0])
+    taking.sock.close()
+    end.close()
 
 
 async def test_words_out_of_turn_do_nothing(pieces: Pieces) -> None:

@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -21,9 +22,11 @@ import torch
 
 from planaria.config.options import EngineConfig, EngineOptions
 from planaria.config.resolve import resolve
+from planaria.executor.ray.actor import NodeReaper
+from planaria.executor.ray.actors import Actors
 from planaria.hosts import cuda_memory
 from planaria.hosts.cuda_memory import CudaAllocator
-from planaria.hosts.device_keeper import DeviceKeeper, OwnedKeepers
+from planaria.hosts.device_keeper import DeviceKeeper, GivenKeepers, OwnedKeepers
 from planaria.hosts.device_memory import FileAllocator, Keepers, ListMemory, MemoryFound, MemoryRefused, TakeMemory, ask
 from planaria.hosts.memory import KVMemory
 from planaria.hosts.weights import UnwrittenPart, WeightsMemory
@@ -180,6 +183,66 @@ def test_it_ends_with_its_owner() -> None:
         assert readable(end, 30)
     finally:
         os.close(end)
+
+
+GIVES = """
+import json, socket, sys
+from planaria.hosts.device_keeper import OwnedKeepers
+from planaria.hosts.device_memory import Keepers
+owned = OwnedKeepers("file", [0])
+Keepers(owned.keeping, 0).take("kv/1/", 10)[:5] = b"words"
+socket.send_fds(socket.socket(fileno=int(sys.argv[1])), [json.dumps([owned.keeping, owned.pids]).encode()], owned.pipes)
+owned.leave()
+owned.close()
+"""
+
+
+def test_who_is_given_keepers_has_them_when_their_owner_has_ended() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        subprocess.run([sys.executable, "-c", GIVES, str(theirs.fileno())], pass_fds=[theirs.fileno()], check=True)
+        data, fds, _, _ = socket.recv_fds(ours, 1000, 1)
+    keeping, pids = msgspec.json.decode(data)
+    given = GivenKeepers([(device, address) for device, address in keeping], fds)
+    end = os.pidfd_open(pids[0])
+    try:
+        there = Keepers(given.keeping, 0).find("kv/1/")
+        assert there is not None and bytes(there[:5]) == b"words" and not readable(end, 0)
+        given.close()
+        assert readable(end, 30)
+    finally:
+        os.close(end)
+
+
+def test_on_another_node_of_ray_the_devices_of_its_ranks_have_keepers() -> None:
+    """Of those that have come up there; who comes later has one, too."""
+    reaper, answered = NodeReaper(), list[Any]()
+
+    def remote(*asked: Any) -> bytes:
+        answered.append(asked)
+        return reaper.memories(*asked)
+
+    actors: Any = SimpleNamespace(
+        _reapers={"there": SimpleNamespace(memories=SimpleNamespace(remote=remote))}, _memories={},
+        _answer=lambda child, nodes, deadline, asked: asked,
+    )  # fmt: skip
+    try:
+        for device in (3, 5, 3):
+            order = SimpleNamespace(shares=(0, 2), keeps="file", nodes=("n",))
+            at = SimpleNamespace(home="there", node="n", devices=(device,))
+            Actors._find_memories(actors, SimpleNamespace(here=False, at=at, ordered=order, killed=False))  # type: ignore[arg-type]
+        found = actors._memories["there", 0]
+        assert [device for device, _ in found.keepers] == [3, 5] and len(answered) == 2
+        rank = KVMemory.of(found.kv, Keepers(found.keepers, 5))
+        rank.part(1, 7, 1000, 1)
+        rank.made(1, 7)
+        assert KVMemory.of(found.kv, Keepers(found.keepers, 5)).numbers(1) == (7,)
+        assert KVMemory.of(found.kv, Keepers(found.keepers, 3)).numbers(1) == (), "it is on another device"
+        on_host = msgspec.msgpack.decode(reaper.memories(1, 2, "", (3,)), type=Memories)
+        assert on_host.keepers == () and on_host.kv is not None and on_host.weights == found.weights
+    finally:
+        for owned in reaper._owned.values():
+            owned.close()
 
 
 class Library:

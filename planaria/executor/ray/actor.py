@@ -14,6 +14,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -221,6 +222,7 @@ class NodeReaper:
         self._heard, self._parent = time.monotonic(), os.getppid()
         self._kv: dict[int, Any] = {}  # by engine
         self._weights: Any = None  # of all
+        self._owned: dict[int, Any] = {}  # keepers of memory, by device
         threading.Thread(target=self._look, name="planaria-reaper", daemon=True).start()
 
     def end(self, processes: list[tuple[int, int]]) -> list[bool]:
@@ -228,18 +230,26 @@ class NodeReaper:
         self._heard = time.monotonic()
         return end_processes(processes)
 
-    def memories(self, engine: int, ranks: int) -> bytes:
-        """Encoded Memories: for KV of that engine, which has so many ranks, and for weights; the same each time."""
+    def memories(self, engine: int, ranks: int, keeps: str, devices: Sequence[int]) -> bytes:
+        """Encoded Memories: for KV of that engine, which has so many ranks, and for weights; the same each time. keeps:
+        by which calls these devices have it, which have keepers from then on; empty: it is the node's."""
+        from planaria.hosts.device_keeper import OwnedKeepers
+        from planaria.hosts.device_memory import Keepers
         from planaria.hosts.memory import KVMemory
         from planaria.hosts.weights import WeightsMemory
-        from planaria.node import Memories, home
+        from planaria.node import Memories
 
+        for device in devices if keeps else ():
+            if device not in self._owned:
+                self._owned[device] = OwnedKeepers(keeps, [device])
+        keepers = Keepers([each for owned in self._owned.values() for each in owned.keeping]) if keeps else None
         if engine not in self._kv:
             self._kv[engine] = KVMemory.make(ranks)
         self._weights = self._weights or WeightsMemory.make()
-        kv, weights = self._kv[engine], self._weights
-        found = Memories(home(), kv.origin if kv is not None else None, weights.origin if weights is not None else None)
-        return msgspec.msgpack.encode(found)
+        for each in (self._weights, *self._kv.values()):
+            if each is not None:
+                each.keepers = keepers
+        return msgspec.msgpack.encode(Memories.of(self._kv[engine], self._weights))
 
     def _look(self) -> None:
         while os.getppid() == self._parent or time.monotonic() - self._heard < REAPER_ALONE:

@@ -183,10 +183,14 @@ class Actors:
         at, order = child.at, child.ordered
         assert at is not None and order is not None
         reaper = self._reapers.get(at.home)
-        if child.here or order.shares is None or reaper is None or (at.home, order.shares[0]) in self._memories:
+        if child.here or order.shares is None or reaper is None:
+            return
+        devices, known = at.devices if order.keeps else (), self._memories.get((at.home, order.shares[0]))
+        if known is not None and {*devices} <= {id for id, _ in known.keepers}:
             return
         try:
-            told = self._answer(child, order.nodes, time.monotonic() + COMES, reaper.memories.remote(*order.shares))
+            asked = reaper.memories.remote(*order.shares, order.keeps, devices)
+            told = self._answer(child, order.nodes, time.monotonic() + COMES, asked)
             self._memories[at.home, order.shares[0]] = msgspec.msgpack.decode(told, type=Memories)
         except Exception as e:  # whatever Ray raises
             if child.killed:

@@ -35,7 +35,8 @@ UNKNOWN = ("died", "can't be")  # how it ended, where Ray only says that it hear
 class Order(NamedTuple):
     """What is asked of Ray. nodes: that must answer for it, first that where it is to come up; options: what it
     reserves, and where; variables: of its process, over all others; engine: one of a fleet, else a rank; shares: of
-    which engine, by number and ranks, it has memory that outlives it. None: it has its own alone."""
+    which engine, by number and ranks, it has memory that outlives it. None: it has its own alone. keeps: as of its
+    Platform."""
 
     name: str | None
     nodes: tuple[str, ...]
@@ -43,6 +44,7 @@ class Order(NamedTuple):
     variables: Mapping[str, str] = {}
     engine: bool = False
     shares: tuple[int, int] | None = None
+    keeps: str = ""
 
 
 class RayChild:

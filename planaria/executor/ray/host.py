@@ -122,8 +122,10 @@ class RayHost:
             {"num_gpus": fraction} if resource == "GPU" else {"num_cpus": fraction} if resource == "CPU"
             else {"resources": {resource: fraction}}
         )  # fmt: skip
-        shares = (0, self.parallel.layout.size) if PLATFORMS[self.device].on_host else None
-        return Order(name, (slot[0],), {**wants, "scheduling_strategy": strategy}, shares=shares)
+        platform = PLATFORMS[self.device]
+        shares = (0, self.parallel.layout.size) if platform.on_host or platform.keeps else None
+        options = {**wants, "scheduling_strategy": strategy}
+        return Order(name, (slot[0],), options, shares=shares, keeps=platform.keeps)
 
     def await_starts(self, children: Iterable[Child], timeout: float) -> None:
         """Each has its own limit."""
