@@ -31,6 +31,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.convert import bf16_folder
+from planaria.kernels.gpu.draw import Drawer
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = Path(__file__).resolve().parent / "out"
@@ -63,25 +64,8 @@ def correct(here: bool) -> dict[str, Any]:
 # -- the host's part
 
 
-class NullDrawer:
-    """Stages as a `Drawer` does; every token is 1."""
-
-    def __init__(self, lines: int, size: int) -> None:
-        from planaria.kernels.gpu.draw import Drawer
-
-        self._own = Drawer(lines, size, torch.device("cpu"))
-        self.lines, self.size = lines, size
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
-
-    @property
-    def rows(self) -> list[int] | None:
-        return self._own.rows
-
-    @rows.setter
-    def rows(self, rows: list[int] | None) -> None:
-        self._own.rows = rows
+class NullDrawer(Drawer):
+    """Stages as a `Drawer` does; every token is 0."""
 
     def spare(self) -> NullDrawer:
         return self
@@ -89,8 +73,8 @@ class NullDrawer:
     def draw(self, logits: Any, *, cuts: bool | None = None) -> None:
         pass
 
-    def read(self, lines: int) -> tuple[list[int], dict[int, int]]:
-        return self._own.read(lines)
+    def follow(self, tokens: Any, drawn_at: Any) -> None:
+        pass
 
 
 class NullRecorder:
@@ -150,7 +134,7 @@ def host(rows: int = 256, steps: int = 400, vocab: int = 32000) -> dict[str, Any
     from planaria.kernels.gpu.ops import GpuOps
 
     ops = GpuOps("cpu", "bfloat16")
-    ops.recorder, ops.drawer = NullRecorder(), NullDrawer(rows, vocab)  # type: ignore[assignment]
+    ops.recorder, ops.drawer = NullRecorder(), NullDrawer(rows, vocab, torch.device("cpu"))
     ops.kv_layer(1, 16, 1, 1)
     logits = torch.zeros(rows + 256, vocab)
     streams = Streams(ops, lambda own: logits[: len(own.step.sample_index)], rows, vocab)

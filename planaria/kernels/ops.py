@@ -80,6 +80,7 @@ class Batch:
     counts       int64 [8]: T tokens, number of sequences, S sample positions, tokens of all lanes (see `Ops.dispatch`);
                  of a `BatchShare` tokens and sample positions of the step, and which of its tokens is the first here
     tokens       int32 [max_tokens]        token ids, sequence after sequence
+    drawn_at     int32 [max_tokens]        where `follows`: the line that drew it last; -1: it is in `tokens`
     positions    int32 [max_tokens]        position of each in its sequence
     slots        int64 [max_tokens]        where its key and value go: block * block_size + offset; -1: to another
                                            context rank
@@ -91,6 +92,7 @@ class Batch:
     sample_index int32 [max_samples]       token indices whose logits are wanted
     hidden       float32 [max_tokens, >= H] the previous stage's residual; only where `make_hidden` was called
     prefill      are there tokens of histories among them, or only ones that were drawn last?
+    follows      are there tokens that the host hasn't read, but are on the device alone?
     loras        int32 [max_tokens]        slot of each token's adapter, -1: it has none
     adapted      has any of them one?
     step         of all tokens: itself, unless it is a `BatchShare`
@@ -99,11 +101,12 @@ class Batch:
 
     def __init__(self, max_tokens: int, max_seqs: int, max_blocks: int, max_samples: int) -> None:
         self.max_tokens, self.max_seqs, self.max_samples = max_tokens, max_seqs, max_samples
-        self.prefill = self.adapted = False
+        self.prefill = self.adapted = self.follows = False
         self.step: Batch = self
         self.place = 0
         self.counts: npt.NDArray[np.int64] = np.zeros(8, np.int64)
         self.tokens: npt.NDArray[np.int32] = np.zeros(max_tokens, np.int32)
+        self.drawn_at: npt.NDArray[np.int32] = np.full(max_tokens, -1, np.int32)
         self.positions: npt.NDArray[np.int32] = np.zeros(max_tokens, np.int32)
         self.slots: npt.NDArray[np.int64] = np.zeros(max_tokens, np.int64)
         self.loras: npt.NDArray[np.int32] = np.full(max_tokens, -1, np.int32)

@@ -258,6 +258,11 @@ class RankKV:
             self.peers.close()
             self.peers = None
 
+    @property
+    def busy(self) -> bool:
+        """Is there something that wants each step done before the next?"""
+        return any(each is not None for each in (self.connector, self.shared, self.peers, self.sums))
+
     def begin(self, plan: StepPlan, lane: int) -> None:
         """What comes before a step's computation."""
         work = plan.kv[lane] if plan.kv else KVWork()

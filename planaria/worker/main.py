@@ -17,11 +17,12 @@ from typing import Any
 from planaria.executor.boot import READY, SPARE, RankBoot
 from planaria.executor.link.address import ShmAddress, open_port
 from planaria.executor.link.faults import ConnectionLost, LinkError, RankPort
+from planaria.executor.link.later import Later, answers
 from planaria.hosts import child
 from planaria.logs import setup_logging
 from planaria.node import ProcessGone
 from planaria.processes import leave_signals_to_parent, set_title
-from planaria.protocol import Exit, Join
+from planaria.protocol import Command, Exit, Failed, Join, Reply
 from planaria.worker.guard import is_device_fault
 from planaria.worker.worker import make_rank
 
@@ -103,17 +104,9 @@ class Life:
         pulse = threading.Thread(target=self._pulse, args=(port, ended), name="planaria-pulse", daemon=True)
         pulse.start()
         try:
-            while True:
-                item = port.receive(None)
-                assert item is not None
-                number, command = item
-                if isinstance(command, Join):
-                    at = command.layout.coords(boot.rank)
-                    lane = {"dp": at.dp} if command.layout.dp > 1 else {}
-                    lane |= {"pcp": at.pcp} if command.layout.pcp > 1 else {}
-                    set_title("worker", rank=boot.rank, **lane, tp=at.tp, pp=at.pp, epoch=command.epoch)
-                reply = self.worker.handle(command)
-                if is_device_fault(reply):
+            self.worker.ahead = True
+            for number, command, reply in answers(port.receive, self._handle):
+                if isinstance(reply, Failed) and is_device_fault(reply):
                     self.worker.kv.distrust()
                     logger.error("rank %d ends, for its device failed: %s", boot.rank, reply.message)
                     os._exit(1)  # its device can't be asked to finish anything
@@ -124,6 +117,15 @@ class Life:
             ended.set()
             pulse.join()  # what it ends must not be of the next epoch
             port.close()
+
+    def _handle(self, command: Command) -> Reply | Later:
+        if isinstance(command, Join):
+            at = command.layout.coords(self.worker.rank)
+            lane = {"dp": at.dp} if command.layout.dp > 1 else {}
+            lane |= {"pcp": at.pcp} if command.layout.pcp > 1 else {}
+            set_title("worker", rank=self.worker.rank, **lane, tp=at.tp, pp=at.pp, epoch=command.epoch)
+        reply: Reply | Later = self.worker.handle(command)
+        return reply
 
     def _pulse(self, port: RankPort, ended: threading.Event) -> None:
         """Signs of life. Without a driver nobody would end what this rank waits for in a step."""

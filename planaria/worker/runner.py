@@ -27,6 +27,22 @@ if TYPE_CHECKING:
     from planaria.worker.speculation import Speculation
 
 
+class StepUnderWay:
+    """Its tokens are read when somebody asks for the result: of one step after the other, before the one after the next
+    begins. ready: would that not wait?"""
+
+    def __init__(self, runner: Runner, ready: Callable[[], bool], read: Callable[[], LaneResult]) -> None:
+        self.ready, self._runner, self._read = ready, runner, read
+        self._found: LaneResult | None = None
+
+    def result(self) -> LaneResult:
+        if self._found is None:
+            self._found = self._read()
+            if self._runner._open is self:
+                self._runner._open = None
+        return self._found
+
+
 class Runner:
     """`forward` runs the model on what `batch` holds and returns logits [S, vocabulary] float32.
 
@@ -55,16 +71,25 @@ class Runner:
         self.prompts: dict[int, Sequence[int]] = {}  # histories of rows that are not through them yet
         self.logprobs_wanted: dict[int, int] = {}  # row -> k, prompt logprobs
         self.refused: dict[int, str] = {}  # rows whose request could not enter, until they are freed
+        self._open: StepUnderWay | None = None  # whose tokens the host hasn't read
+        self._drawn_at = np.zeros(rows, np.int32)  # of each row that drew in it, the line
 
     def step(self, step: int, plan: LanePlan, freed: tuple[int, ...], turn: int = 0) -> LaneResult:
         """Raises ValueError when the plan doesn't follow the last one."""
+        found = self.begin(step, plan, freed, turn)
+        return found if isinstance(found, LaneResult) else found.result()
+
+    def begin(
+        self, step: int, plan: LanePlan, freed: tuple[int, ...], turn: int = 0, *, ahead: bool = False
+    ) -> LaneResult | StepUnderWay:
+        """The same. ahead: what the device draws may be read later, when it has been given the next step."""
         if step != self.step_number + 1:
             raise ValueError(f"plan for step {step} after step {self.step_number}")
         self.step_number = step
         for row in freed:
             self._leave(row)
         chunks = [change for change in plan if self._enter(change)]
-        refused = {change.row: self.refused[change.row] for change in plan if change.row in self.refused}
+        refused = {c.row: self.refused[c.row] for c in plan if c.row in self.refused} if self.refused else {}
         self.stage.take_tokens(turn, self._hear)
         rows = np.flatnonzero(self.turn == turn)
         if self.adapters is not None:
@@ -75,7 +100,8 @@ class Runner:
             rows, room = rows[room > 0], room[room > 0]  # one whose blocks are full does nothing
             taken = self.speculation.taken(rows, room - 1, alone=not chunks)
         samples: list[int] = rows.tolist()
-        lines = self._fill_auto(rows, taken)  # logits rows to draw from
+        starts = self._fill_auto(rows, taken)
+        lines: list[int] = starts.tolist() if chunks or taken is not None else []  # logits rows to draw from
         prompt_parts: list[tuple[Row, int]] = []  # (chunk, first of its logits rows)
         pooled: list[tuple[Row, int]] = []  # the same, of rows that end with a vector
         num_seqs = len(samples)
@@ -113,7 +139,8 @@ class Runner:
         prompt_logprobs = {}
         if logits is not None and sampler is not None:
             for chunk, line in prompt_parts:
-                prompt_logprobs[chunk.row] = self._prompt_logprobs(sampler, chunk, logits, line)
+                history, k = self.prompts[chunk.row], self.logprobs_wanted[chunk.row]
+                prompt_logprobs[chunk.row] = _prompt_logprobs(sampler, history, chunk, k, logits, line)
         for chunk in chunks:
             if chunk.sample:
                 self.turn[chunk.row] = turn if chunk.row not in self.pooling.kinds else -1
@@ -134,16 +161,33 @@ class Runner:
             )  # fmt: skip
         if prompt_parts or pooled:
             logits = logits[lines]
+        at = np.array(samples) if chunks else rows
+        others = LaneResult([], [], prompt_logprobs=prompt_logprobs, errors=refused, pooled=vectors)
+        if ahead and sampler.follows(samples):
+            begun = sampler.begin(logits, samples)
+            self._open = StepUnderWay(self, begun.ready, lambda: self._drew(turn, at, samples, *begun.read(), others))
+            self._drawn_at[at] = self.batch.counting[: len(at)]
+            return self._open
+        _read(self._open)
         tokens, logprobs, errors = sampler.sample(logits, samples)
-        drawn_tokens = np.array(tokens, np.int32)
-        self.last[samples if chunks else rows] = drawn_tokens
-        self.stage.drew(turn, samples, drawn_tokens[:, None])
+        return self._drew(turn, at, samples, np.array(tokens), errors, others, logprobs)
+
+    def _drew(
+        self, turn: int, at: npt.NDArray[Any], samples: list[int], drawn: npt.NDArray[np.int64],
+        errors: dict[int, str], others: LaneResult, logprobs: dict[int, TokenLogprobs] | None = None,
+    ) -> LaneResult:  # fmt: skip
+        """`samples`, which is `at`, drew these. others: what else came of the step."""
+        tokens: list[int] = drawn.tolist()
+        self.last[at] = drawn
+        self.stage.drew(turn, samples, drawn.astype(np.int32)[:, None])
         if errors:
             kept = [i for i, row in enumerate(samples) if row not in errors]
             samples, tokens = [samples[i] for i in kept], [tokens[i] for i in kept]
         errors, late = _told_apart(errors)
-        each = {row: [entry] for row, entry in logprobs.items()}
-        return LaneResult(samples, tokens, each, prompt_logprobs, {**refused, **errors}, late=late, pooled=vectors)
+        each = {row: [entry] for row, entry in (logprobs or {}).items()}
+        return LaneResult(
+            samples, tokens, each, others.prompt_logprobs, {**others.errors, **errors}, late=late, pooled=others.pooled
+        )
 
     def _run(self, pooled: list[tuple[Row, int]]) -> tuple[Array | None, dict[int, bytes], dict[int, str]]:
         """A forward pass: logits, and of rows that end with a vector those that are there, and errors. pooled: chunks
@@ -178,6 +222,7 @@ class Runner:
 
     def drain(self) -> None:
         """Take in what is still on its way, before another runner uses the same mesh."""
+        _read(self._open)
         self.stage.drain(self._hear)
 
     def _hear(self, turn: int, rows: list[int], told: npt.NDArray[np.int32]) -> None:
@@ -247,13 +292,14 @@ class Runner:
         if self.speculation is not None:
             self.speculation.enter(row, fresh)
 
-    def _fill_auto(self, rows: npt.NDArray[np.int64], taken: npt.NDArray[np.int32] | None) -> list[int]:
+    def _fill_auto(self, rows: npt.NDArray[np.int64], taken: npt.NDArray[np.int32] | None) -> npt.NDArray[Any]:
         """Of each row that goes on by itself its next token, and the drafts taken, first in the batch. Returns the
         logits row of each one's token."""
         batch, n, size = self.batch, len(rows), self.block_size
         positions = self.cursor[rows]
         if taken is None or not taken.any():
-            of, of_positions, starts = rows, positions, batch.counting[:n].astype(np.int64)
+            starts: npt.NDArray[Any] = batch.counting[:n]
+            of, of_positions = rows, positions
             batch.tokens[:n] = self.last[rows]
             batch.seq_len[:n] = positions + 1
         else:
@@ -265,7 +311,7 @@ class Runner:
             batch.seq_len[:n] = positions + 1 + taken
         total = len(of)
         batch.positions[:total] = of_positions
-        batch.slots[:total] = self._slots(batch.block_table[of, of_positions // size], of_positions)
+        batch.slots[:total] = _slots(batch, of, of_positions, size, self.stripes)
         batch.seq_start[:n] = starts
         batch.seq_start[n] = total
         batch.sample_index[:total] = batch.counting[:total]
@@ -273,8 +319,10 @@ class Runner:
         if self.adapters is not None:
             batch.loras[:total] = self.adapters.of[of]
         self.cursor[rows] = positions + 1
-        lines: list[int] = starts.tolist()
-        return lines
+        batch.follows = self._open is not None
+        if batch.follows:
+            batch.drawn_at[:n], batch.drawn_at[n:] = self._drawn_at[rows], -1
+        return starts
 
     def _fill_chunk(self, chunk: Row, seq: int, first: int) -> int:
         """A part of a history, at token `first`. Returns the number of tokens so far."""
@@ -283,8 +331,7 @@ class Runner:
         positions = np.arange(chunk.start, chunk.start + chunk.count, dtype=np.int32)
         batch.tokens[first:end] = self.prompts[chunk.row][chunk.start : chunk.start + chunk.count]
         batch.positions[first:end] = positions
-        blocks = batch.block_table[chunk.row, positions // size]
-        batch.slots[first:end] = self._slots(blocks, positions)
+        batch.slots[first:end] = _slots(batch, chunk.row, positions, size, self.stripes)
         if self.adapters is not None:
             batch.loras[first:end] = self.adapters.of[chunk.row]
         batch.seq_start[seq] = first
@@ -293,25 +340,36 @@ class Runner:
         self.cursor[chunk.row] = chunk.start + chunk.count
         return end
 
-    def _slots(self, blocks: npt.NDArray[np.int32], positions: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-        """Where keys and values of tokens at these positions go, in these blocks; -1: to another context rank."""
-        size, stripes, slots = self.block_size, self.stripes, blocks.astype(np.int64)
-        if stripes is None:
-            slots *= size
-            slots += positions % size
-            return slots
-        size //= stripes.size
-        slots *= size
-        slots += stripes.local(positions) % size
-        slots[~stripes.here(positions)] = -1
-        return slots
 
-    def _prompt_logprobs(self, sampler: Sampler, chunk: Row, logits: Array, line: int) -> list[TokenLogprobs]:
-        """Of the history's tokens after this chunk's positions, as far as they are the prompt's."""
-        history = self.prompts[chunk.row]
-        targets = history[chunk.start + 1 : chunk.start + chunk.count + 1]
-        k = self.logprobs_wanted[chunk.row]
-        return sampler.prompt_logprobs(logits[line : line + len(targets)], targets, k)
+def _slots(
+    batch: Batch, rows: npt.NDArray[np.int64] | int, positions: npt.NDArray[Any], size: int, stripes: Stripes | None
+) -> npt.NDArray[np.int64]:
+    """Where keys and values of these rows' tokens at these positions go; -1: to another context rank."""
+    table, column = batch.block_table, positions // size
+    blocks = table.ravel().take(rows * table.shape[1] + column)  # in half the time of two indices
+    slots: npt.NDArray[np.int64] = (blocks if stripes is not None else blocks - column).astype(np.int64)
+    if stripes is None:
+        slots *= size
+        slots += positions
+        return slots
+    size //= stripes.size
+    slots *= size
+    slots += stripes.local(positions) % size
+    slots[~stripes.here(positions)] = -1
+    return slots
+
+
+def _prompt_logprobs(
+    sampler: Sampler, history: Sequence[int], chunk: Row, k: int, logits: Array, line: int
+) -> list[TokenLogprobs]:
+    """Of the history's tokens after this chunk's positions, as far as they are the prompt's."""
+    targets = history[chunk.start + 1 : chunk.start + chunk.count + 1]
+    return sampler.prompt_logprobs(logits[line : line + len(targets)], targets, k)
+
+
+def _read(step: StepUnderWay | None) -> None:
+    if step is not None:
+        step.result()
 
 
 def _told_apart(errors: dict[int, str]) -> tuple[dict[int, str], tuple[int, ...]]:

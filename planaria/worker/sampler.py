@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -87,7 +87,7 @@ def _banned_after(words: tuple[tuple[int, ...], ...], vocab_size: int) -> dict[i
 
 
 class _Row:
-    """One request's state. `edits`: its logits may be changed before the choice."""
+    """One request's state. `edits`: its logits may be changed before the choice; then it keeps its `history`."""
 
     __slots__ = (
         "bans", "bias", "bias_ids", "constraint", "edits", "history", "last_ban", "params", "penalties", "seed", "seen",
@@ -96,7 +96,6 @@ class _Row:
 
     def __init__(self, fresh: Fresh, vocab_size: int) -> None:
         self.params = params = fresh.params
-        self.history = list(fresh.tokens)
         self.seed = fresh.seed
         self.words = _banned_after(params.bad_words_ids, vocab_size)
         stops = dict.fromkeys(fresh.eos_ids + params.stop_token_ids)
@@ -116,10 +115,11 @@ class _Row:
         self.constraint: Constraint | None = None
         self.seen: Seen | None = None
         if self.penalties != (1.0, 0.0, 0.0):
-            if self.history and not (min(self.history) >= 0 and max(self.history) < vocab_size):
+            if fresh.tokens and not (min(fresh.tokens) >= 0 and max(fresh.tokens) < vocab_size):
                 raise ValueError(f"the history has token ids outside the vocabulary of {vocab_size}")
-            self.seen = Seen(self.history, fresh.num_prompt)
+            self.seen = Seen(fresh.tokens, fresh.num_prompt)
         self.edits = bool(self.words or params.min_tokens or bias or self.seen is not None or self.bans is not None)
+        self.history = list(fresh.tokens) if self.edits else []
 
     def changes(self) -> tuple[Any, ...]:
         """What `sampling.edit` and its kernel are told."""
@@ -134,6 +134,13 @@ class _Row:
         bans = np.concatenate(banned) if banned else _NO_IDS
         ids, counts = self.seen.arrays() if self.seen is not None else (_NO_IDS, _NO_VALUES)
         return bans, self.bias_ids, self.bias, ids, counts, *self.penalties
+
+
+class RowsDrawn(NamedTuple):
+    """Rows are drawn for. ready: would `read` not wait? read, once: tokens, in order, and errors by row."""
+
+    ready: Callable[[], bool]
+    read: Callable[[], tuple[_Ids, dict[int, str]]]
 
 
 class Sampler:
@@ -163,7 +170,7 @@ class Sampler:
         self._drawing: set[int] = set()  # rows that are not greedy
         self._special: set[int] = set()  # rows with more to them than a draw: edits, constraints, log-probabilities
         self._drew: list[int] = []  # rows, in the last step; until one of them is another
-        self._found: tuple[_Ids, list[_Row], list[list[int]]] = _NO_IDS, [], []
+        self._found: tuple[_Ids, list[_Row]] = _NO_IDS, []
         # By row, in the form the kernels read.
         self._scales = np.zeros(max_rows, np.float32)  # log2(e) / temperature, 0 for greedy
         self._top_k = np.zeros(max_rows, np.int64)
@@ -224,15 +231,22 @@ class Sampler:
             self._loading = threading.Thread(target=self._load_behind, name="sampler-kernels", daemon=True)
             self._loading.start()
 
-    def _of(self, rows: list[int]) -> tuple[_Ids, list[_Row], list[list[int]]]:
-        """As indices, and their states and histories: mostly those of the step before."""
+    def _of(self, rows: list[int]) -> tuple[_Ids, list[_Row]]:
+        """As indices, and their states: mostly those of the step before."""
         if rows != self._drew:
-            states = [self._rows[row] for row in rows]
-            self._drew, self._found = list(rows), (np.array(rows), states, [state.history for state in states])
+            self._drew, self._found = list(rows), (np.array(rows), [self._rows[row] for row in rows])
         return self._found
 
     def prepare(self, rows: list[int]) -> None:
         """These are drawn for next, line by line: said before their logits are computed."""
+
+    def follows(self, rows: list[int]) -> bool:
+        """Can these be drawn for before the host knows what the last step drew? Then `begin` does."""
+        return False
+
+    def begin(self, logits: Any, rows: list[int]) -> RowsDrawn:
+        """`sample` of rows that follow."""
+        raise NotImplementedError
 
     def leave(self, row: int) -> None:
         """Forget `row`; it may be empty."""
@@ -241,14 +255,10 @@ class Sampler:
         self._drawing.discard(row)
         self._special.discard(row)
 
-    def history(self, row: int) -> Sequence[int]:
-        """Prompt and output so far. Not to be changed."""
-        return self._rows[row].history
-
     def sample(
         self, logits: Any, rows: list[int], lines: list[int] | None = None
     ) -> tuple[list[int], dict[int, TokenLogprobs], dict[int, str]]:
-        """Draw the next token of each row and append it to the row's history.
+        """Draw the next token of each row, which is a part of the row's history from now on.
 
         logits float32 [S, vocab_size], line i, or lines[i], of `rows[i]`, no row twice; they may be overwritten.
         Returns the tokens, in order; the log-probabilities by row where asked for; errors by row. A row with an error
@@ -260,7 +270,7 @@ class Sampler:
             return [], {}, {}
         if lines is not None and (self.plain or not (self._special | self._drawing).isdisjoint(rows)):
             logits, lines = logits[lines], None
-        at, states, histories = self._of(rows)
+        at, states = self._of(rows)
         special = [i for i, row in enumerate(rows) if row in self._special] if self._special else []
         wanted = [i for i in special if states[i].params.logprobs is not None]
         edited = [i for i in special if states[i].edits]
@@ -268,7 +278,8 @@ class Sampler:
         raw = logits if wanted and not edited and not bound and len(wanted) == len(rows) else None
         if wanted and raw is None:
             raw = self._copy(logits, wanted)
-        self._edit(logits, {i: states[i].changes() for i in edited})
+        if edited:
+            self._edit(logits, {i: states[i].changes() for i in edited})
         if bound:
             tokens, failed = self._choose_bound(logits, rows, states, bound)
         elif lines is None:
@@ -283,9 +294,8 @@ class Sampler:
                 if i not in failed:
                     logprobs[rows[i]] = TokenLogprobs(entry.token, entry.logprob, entry.rank, entry.top[:count])
         self._positions[at] += 1
-        for _ in map(list.append, histories, tokens):
-            pass
         for i in edited:
+            states[i].history.append(tokens[i])
             if (seen := states[i].seen) is not None:
                 seen.add(tokens[i])
         return tokens, logprobs, {rows[i]: message for i, message in failed.items()}
@@ -355,9 +365,14 @@ class Sampler:
         if greedy:
             tokens, failed = sampling.greedy(logits, left)
         else:
-            tokens, failed = sampling.choose(logits[left], [state.params for state in some], random_bits(some))
+            bits = self._random_bits([rows[i] for i in left], some)
+            tokens, failed = sampling.choose(logits[left], [state.params for state in some], bits)
         found = {**clear, **dict(zip(left, tokens, strict=True))}
         return [found[i] for i in range(len(rows))], {left[at]: why for at, why in failed.items()}
+
+    def _random_bits(self, rows: list[int], states: list[_Row]) -> list[int]:
+        """What each row's next token is drawn with."""
+        return [draw_bits(state.seed, int(self._positions[row])) for row, state in zip(rows, states, strict=True)]
 
     def _logprobs(self, logits: Any, targets: Sequence[int], k: int) -> list[TokenLogprobs]:
         of = sampling.raw_logprobs if self._kernels is None else self._kernels.logprobs
@@ -383,11 +398,6 @@ class Sampler:
             self._load(aside=True)
         except Exception as e:
             _log.warning("sampling goes on without its kernels, slower: %s: %s", type(e).__name__, e)
-
-
-def random_bits(states: Sequence[_Row]) -> list[int]:
-    """What each row's next token is drawn with."""
-    return [draw_bits(state.seed, len(state.history)) for state in states]
 
 
 class Follower:

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from planaria.protocol import Fresh
 from planaria.structured.constraint import Constraint, Constraints
 from planaria.types import TokenLogprobs
 from planaria.worker import torch_sampling
-from planaria.worker.sampler import Sampler, random_bits
+from planaria.worker.sampler import RowsDrawn, Sampler
 from planaria.worker.sampling import BANNED, BROKEN
 
 if TYPE_CHECKING:
-    from planaria.kernels.gpu.draw import Drawer
+    from planaria.kernels.gpu.draw import Drawer, DrawnTokens
 
 _SAID = {1: BROKEN, 2: BANNED}
 
@@ -38,7 +40,6 @@ class TorchSampler(Sampler):
         state, self._entered = self._rows[row], True
         (self._changed.add if state.edits or state.constraint is not None else self._changed.discard)(row)
 
-    @torch.inference_mode()
     def prepare(self, rows: list[int]) -> None:
         if self.drawer is None:
             return
@@ -62,20 +63,50 @@ class TorchSampler(Sampler):
     ) -> tuple[dict[int, str], dict[int, int]]:
         return super()._bind(logits, bound, set())
 
-    @torch.inference_mode()
     def _choose(
         self, logits: Any, rows: list[int], states: list[Any], clear: Mapping[int, int] | None = None
     ) -> tuple[list[int], dict[int, str]]:
-        drawer = self.drawer
-        if drawer is None:
-            return torch_sampling.choose(logits, [state.params for state in states], random_bits(states))
+        if self.drawer is None:
+            with torch.inference_mode():
+                bits = self._random_bits(rows, states)
+                return torch_sampling.choose(logits, [state.params for state in states], bits)
+        drawn, flags = self._draw(self.drawer, logits, rows).read()
+        tokens: list[int] = drawn.tolist()
+        return tokens, {i: _SAID[flag] for i, flag in flags.items()}
+
+    def _draw(self, drawer: Drawer, logits: Any, rows: list[int]) -> DrawnTokens:
         if not (drawer.drawn and drawer.rows == rows):
             if drawer.rows != rows:
                 self._stage(drawer, rows)
-            drawer.draw(logits)
+            with torch.inference_mode():
+                drawer.draw(logits)
         drawer.rows, drawer.drawn = None, False
-        tokens, flags = drawer.read(len(rows))
-        return tokens, {i: _SAID[flag] for i, flag in flags.items()}
+        return drawer.send(len(rows))
+
+    def follows(self, rows: list[int]) -> bool:
+        return self.drawer is not None and (not self._special or self._special.isdisjoint(rows))
+
+    def sample(
+        self, logits: Any, rows: list[int], lines: list[int] | None = None
+    ) -> tuple[list[int], dict[int, TokenLogprobs], dict[int, str]]:
+        if lines is not None or not rows or not self.follows(rows):
+            return super().sample(logits, rows, lines)
+        drawn, errors = self.begin(logits, rows).read()
+        tokens: list[int] = drawn.tolist()
+        return tokens, {}, errors
+
+    def begin(self, logits: Any, rows: list[int]) -> RowsDrawn:
+        assert self.drawer is not None
+        logits = self._checked(logits, len(rows))
+        at, _ = self._of(rows)
+        drawn = self._draw(self.drawer, logits, rows)
+        self._positions[at] += 1
+
+        def read() -> tuple[npt.NDArray[np.int64], dict[int, str]]:
+            tokens, flags = drawn.read()
+            return tokens, {rows[i]: _SAID[flag] for i, flag in flags.items()}
+
+        return RowsDrawn(drawn.ready, read)
 
     @torch.inference_mode()
     def _logprobs(self, logits: Any, targets: Sequence[int], k: int) -> list[TokenLogprobs]:

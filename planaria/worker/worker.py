@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -25,6 +25,7 @@ from planaria.protocol import (
     Failed,
     FreeMemory,
     Join,
+    LaneResult,
     Load,
     PlaceExperts,
     Probe,
@@ -56,6 +57,7 @@ from planaria.worker.parts import (
     read_part,
     to_read,
 )
+from planaria.worker.step_later import StepLater
 from planaria.worker.weights import RankWeights
 
 if TYPE_CHECKING:
@@ -95,6 +97,7 @@ class Worker:
         self.runner: Runner | None = None
         self.sampler: Sampler | Follower | None = None
         self.loras: Any = None  # adapters, where there are any
+        self.ahead = False  # may answers to steps come later (planaria.executor.link.later)?
 
     @property
     def mesh(self) -> Mesh:
@@ -107,7 +110,7 @@ class Worker:
         return self.groups.layout
 
     def handle(self, command: Command) -> Reply:
-        """Carry out a command; never raises."""
+        """Carry out a command; never raises. Where `ahead` is set the answer to a step may be a Later."""
         match command:
             case StepPlan():
                 return guard(self.rank, "step", lambda: self._step(command))
@@ -124,7 +127,7 @@ class Worker:
             case PutLora():
                 return guard(self.rank, "adapter", lambda: self.loras.handle(command, self.rank))
             case Probe():
-                return guard(self.rank, "probe", self._probe)
+                return guard(self.rank, "probe", lambda: _facts(self))
             case Allocate():
                 return guard(self.rank, "allocate", lambda: self._allocate(command))
             case Call():
@@ -277,15 +280,6 @@ class Worker:
             self.micro_batches.close()
             self.micro_batches = None
 
-    def _probe(self) -> Reply:
-        size = self.config.cache.block_size
-        block, weights = self.model.kv_block_bytes(self.config.tokens_here(self.layout)), self.model.weight_bytes
-        if (draft := self.draft.of(self.config, self.mesh, self.boot.threads)) is not None:
-            block, weights = block + draft.model.kv_block_bytes(size), weights + draft.model.weight_bytes
-        assert self.part is not None
-        available = available_bytes(self.config) - (self.loras.num_bytes if self.loras is not None else 0)
-        return Facts(self.rank, block, available, weights, *self.weights.shared(common_part(*self.part)))
-
     def _allocate(self, command: Allocate) -> Reply:
         from planaria.kernels.ops import Batch
         from planaria.kernels.share import BatchShare
@@ -349,13 +343,19 @@ class Worker:
             self.experts.check()
         self.kv.begin(plan, own)
         try:
-            lane = self.runner.step(plan.step, plan.lanes[own], plan.freed_rows[own], plan.turn)
+            ahead = self.ahead and _is_alone(self) and not self.kv.busy
+            found = self.runner.begin(plan.step, plan.lanes[own], plan.freed_rows[own], plan.turn, ahead=ahead)
         except Exception as e:
             self.mesh.abort(f"rank {self.rank} failed in step {plan.step}: {e}")  # the others wait for it
             raise
-        prepared = self.experts.prepared if self.experts is not None else 0
-        seconds = time.perf_counter() - since
-        return StepResult(plan.epoch, plan.step, (lane,), seconds, prepared, self.kv.finished(plan, own, self.runner))
+
+        def answer(lane: LaneResult) -> Reply:
+            assert self.runner is not None
+            prepared = self.experts.prepared if self.experts is not None else 0
+            seconds, news = time.perf_counter() - since, self.kv.finished(plan, own, self.runner)
+            return StepResult(plan.epoch, plan.step, (lane,), seconds, prepared, news)
+
+        return answer(found) if isinstance(found, LaneResult) else cast("Reply", StepLater(self.rank, found, answer))
 
     def expert_load(self) -> bytes:
         """Tokens of this lane that chose each expert since the last time: [layers of this stage, experts], int64. Where
@@ -372,6 +372,24 @@ class Worker:
         self.unload()
         self.draft.close()
         return Done(self.rank)
+
+
+def _facts(worker: Worker) -> Reply:
+    config, part = worker.config, worker.part
+    size, block = config.cache.block_size, worker.model.kv_block_bytes(config.tokens_here(worker.layout))
+    weights = worker.model.weight_bytes
+    if (draft := worker.draft.of(config, worker.mesh, worker.boot.threads)) is not None:
+        block, weights = block + draft.model.kv_block_bytes(size), weights + draft.model.weight_bytes
+    assert part is not None
+    available = available_bytes(config) - (worker.loras.num_bytes if worker.loras is not None else 0)
+    return Facts(worker.rank, block, available, weights, *worker.weights.shared(common_part(*part)))
+
+
+def _is_alone(worker: Worker) -> bool:
+    """Does this rank compute steps by itself, on a device? Then nobody else asks for what it drew."""
+    config, mesh = worker.config, worker.mesh
+    alone = mesh.pp.size == mesh.cp.size == 1 and not worker.groups.exchanges
+    return alone and not config.device.platform.on_host and config.parallel.ray_link != "compiled-graph"
 
 
 def held(worker: Worker) -> tuple[tuple[int, tuple[int, ...]], ...]:

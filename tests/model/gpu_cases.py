@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planaria.config.options import LoRAConfig
+from planaria.config.options import CacheConfig, LoRAConfig, SchedulerConfig
+from planaria.core.engine import EngineCore
 from planaria.kernels.blocks import KINDS
 from planaria.kernels.gpu import attention, fused
 from planaria.kernels.gpu import draw as draw_module
@@ -32,10 +33,11 @@ from planaria.models import model_config
 from planaria.models.deal import deal
 from planaria.models.linears import linears
 from planaria.models.shard import ContextGroup
-from planaria.protocol import Fresh, LoraModule, PutLora
+from planaria.protocol import Fresh, LaneResult, LoraModule, PutLora, StepPlan, StepResult
 from planaria.topology.stripes import Stripes
-from planaria.types import SamplingParams
+from planaria.types import Request, SamplingParams
 from planaria.worker.loras import Loras
+from planaria.worker.runner import Runner
 from planaria.worker.sampler import Sampler
 from planaria.worker.torch_sampler import TorchSampler
 from tests.model.driver import Driver
@@ -253,7 +255,8 @@ class FakeRecorder:
 
         def play() -> None:
             self.played += 1
-            out["last"] = work()
+            with torch.inference_mode():
+                out["last"] = work()
 
         return play, Played(out)
 
@@ -398,11 +401,78 @@ def drawing(sizes: tuple[int, ...] = (100, 1)) -> None:
             assert found == samplers[1].sample(logits.numpy().copy(), [*range(6)]), (size, params)
 
 
+class Ahead:
+    """Requests that come and go, each step planned before the last is committed. ahead: and begun before it is read."""
+
+    def __init__(self, *, ahead: bool) -> None:
+        ops, self.ahead, size, rows = GpuOps("cpu", "float32"), ahead, 50, 3
+        ops.recorder, self.drawer = FakeRecorder(), ops.drawer_of(rows, size)
+        ops.kv_layer(1, 4, 1, 1)
+        ops._shared = lambda x: x  # type: ignore[method-assign]  # as on a device
+        table = torch.randn(size, size, generator=torch.Generator().manual_seed(0)) * 3
+
+        def forward(own: Any) -> Tensor:
+            at = own.step.tokens.long() * 7 + own.step.positions
+            return table[at % size][own.step.sample_index.long()].contiguous()
+
+        scheduler = SchedulerConfig(
+            max_num_seqs=rows, max_num_batched_tokens=8, max_model_len=64, depth=2, max_logit_rows=rows + 8
+        )
+        batch = Batch(8, rows, 17, rows + 8)
+        sampler = TorchSampler(rows, size, drawer=self.drawer)
+        self.runner = Runner(batch, ops.compile(forward, batch), sampler, scheduler, 4)
+        self.core = EngineCore(scheduler, CacheConfig(block_size=4), 24)
+        self.recorder = ops.recorder
+
+    def run(self, requests: list[Request]) -> tuple[dict[str, list[int]], int]:
+        """Tokens of each, and how many steps began before the last was read."""
+        core, found, early = self.core, {each.id: list[int]() for each in requests}, 0
+        under_way: Any = None
+
+        def commit(plan: StepPlan, part: Any) -> None:
+            part = part if isinstance(part, LaneResult) else part.result()
+            for delta in core.commit(StepResult(plan.epoch, plan.step, (part,))):
+                found[delta.request_id] += delta.tokens
+                assert not delta.error
+
+        left = list(requests)
+        while left or core.has_requests():
+            for _ in left[:2]:
+                core.admit(left.pop(0))
+            plan = core.plan(0.0)
+            part = plan and self.runner.begin(plan.step, plan.lanes[0], plan.freed_rows[0], ahead=self.ahead)
+            early += bool(plan and under_way and not isinstance(under_way[1], LaneResult) and not under_way[1]._found)
+            if under_way is not None:
+                commit(*under_way)
+            under_way = plan and (plan, part)
+        return found, early
+
+
+def ahead() -> None:
+    """Steps that begin before the host has read the last one's tokens give the same: rows come and go, one needs its
+    history on the host, one has its step recorded."""
+    draw_module.BLOCK, model_graphs.OFTEN = 32, 2
+
+    def requests() -> list[Request]:
+        kinds: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_k": 4}, {"frequency_penalty": 1.0}, {}, {}]
+        kinds += [{"frequency_penalty": 1.0, "presence_penalty": -0.5}, {}]
+        return [
+            Request(f"r{i}", [i, 5, 9, *range(i)], SamplingParams(**kind), 1000 + i, max_tokens=4 + 2 * i)
+            for i, kind in enumerate(kinds)
+        ]
+
+    made = [Ahead(ahead=each) for each in (False, True)]
+    (wanted, none), (found, early) = (each.run(requests()) for each in made)
+    assert found == wanted and [len(found[f"r{i}"]) for i in range(8)] == list(range(4, 20, 2)), (found, wanted)
+    assert not none and early > 5 and made[1].recorder.played > 5, (none, early, made[1].recorder.played)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "attention": attention_few, "attention_many": attention_many, "norms": norms, "ropes": ropes, "gates": gates,
     "packed": packed_few, "packed_many": packed_many, "model": whole_model,
     "graphs": graphs, "graphs_further": graphs_further, "moved_experts": moved_experts, "adapters": adapters,
     "adapters_many": lambda: adapters((1, 16, 18, 40)), "drawing": drawing,
+    "ahead": ahead,
     "drawing_many": lambda: drawing((1, 2, 3, 31, 32, 33, 100, 500, 64, 7) * 4),
     "model_many": lambda: whole_model(tuple(NEAR), (None, "q8_0", "q4_1"), 40),
     "norms_many": lambda: norms((1, 64, 1000), (1, 20)), "gates_many": lambda: gates((1, 1000, 1025)),

@@ -31,7 +31,7 @@ def interpreted(*cases: str) -> None:
 
 
 def test_every_kernel_once() -> None:
-    interpreted("attention", "norms", "ropes", "gates", "packed", "drawing", "adapters", "graphs")
+    interpreted("attention", "norms", "ropes", "gates", "packed", "drawing", "ahead", "adapters", "graphs")
 
 
 def test_steps_of_all_kinds_are_recorded() -> None:

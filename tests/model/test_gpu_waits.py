@@ -14,12 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu import Streams
 from planaria.kernels.gpu import attention, graphs
-from planaria.kernels.gpu.draw import Drawer
+from planaria.kernels.gpu.draw import Drawer, DrawnTokens
 from planaria.kernels.gpu.ops import GpuOps
 from planaria.layers.build import build
 from planaria.mesh.comm import Solo
 from planaria.models import model_config
 from planaria.models.deal import deal
+from planaria.protocol import StepResult
 from tests.model.driver import Driver
 from tests.model.gpu_cases import MIXTURE, SMALL, UNWINDOWED, FakeRecorder, adapted
 from tests.model.random_source import RandomSource
@@ -157,19 +158,51 @@ def test_a_step_of_an_engine_waits_once(nothing: None, tp: Solo, monkeypatch: py
         draw(drawer, *given, **named)
 
     monkeypatch.setattr(Drawer, "draw", noted)
-    ops.recorder = FakeRecorder()
-    ops.drawer_of(5, own.vocab_size)
-    model = build(own, RandomSource(), ops, quantization="keep")
-    model.make_kv(5 * 128 // 16, 16)
-    streams, found, waits = Streams(ops, model.forward, 5, own.vocab_size, 128), list[tuple[int, list[str]]](), Waits()
+    streams, waits = engine(ops, own, monkeypatch)
+    found = list[tuple[int, list[str]]]()
     for _ in range(6):
         waits.found = []
         with waits:
             drew, _ = streams.step()
         found.append((drew, waits.found))
-    assert found == [(5, ["cpu"])] * 6 and drew_with.count(ops.drawer) == 6, found
+    assert found == [(5, ["tokens"])] * 6 and drew_with.count(ops.drawer) == 6, found
     whole, choices = (each.ready for each in ops.graphs)
     assert [shape.draws for shape in whole] == [tp.size == 1] and [shape.draws for shape in choices] == [True] * (
         tp.size - 1
     )
-    assert ops.recorder.played == 4 + (tp.size - 1) * 3
+    assert ops.recorder is not None and ops.recorder.played == 4 + (tp.size - 1) * 3  # type: ignore[attr-defined]
+
+
+def engine(ops: GpuOps, own: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Streams, Waits]:
+    """Five streams, and what counts waits, also for tokens."""
+    waits, read = Waits(), DrawnTokens.read
+
+    def counted(drawn: DrawnTokens) -> Any:
+        waits.found.append("tokens")
+        return read(drawn)
+
+    monkeypatch.setattr(DrawnTokens, "read", counted)
+    ops.recorder = FakeRecorder()
+    ops.drawer_of(5, own.vocab_size)
+    model = build(own, RandomSource(), ops, quantization="keep")
+    model.make_kv(5 * 128 // 16, 16)
+    return Streams(ops, model.forward, 5, own.vocab_size, 128), waits
+
+
+def test_a_step_begins_before_the_last_one_is_waited_for(nothing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, ops = model_config(SMALL), GpuOps("cpu", "float32")
+    streams, waits = engine(ops, own, monkeypatch)
+    runner, core, under_way = streams.runner, streams.core, list[Any]()
+    for number in range(8):
+        plan = core.plan(0.0)
+        assert plan is not None
+        waits.found = []
+        with waits:
+            under_way.append((plan, runner.begin(plan.step, plan.lanes[0], plan.freed_rows[0], ahead=True)))
+        assert waits.found == [] and runner.batch.follows == (number > 0), number
+        if number:
+            before, drawing = under_way.pop(0)
+            with waits:
+                core.commit(StepResult(before.epoch, before.step, (drawing.result(),)))
+            assert waits.found == ["tokens"]
+    assert ops.recorder is not None and ops.recorder.played > 4  # type: ignore[attr-defined]

@@ -188,3 +188,35 @@ def test_rows_of_nobody_store_nothing_and_see_nothing(each: int) -> None:
     assert list(places.host["starts"][:9]) == list(range(0, 8 * each + 1, each))
     assert list(places.host["lengths"][:5]) == [9] * 4 + [9 - 1 + each], "the last of its own token sees 9 keys"
     assert torch.equal(places.here["slots"], torch.from_numpy(places.host["slots"])), "copied"
+
+
+def test_what_is_tried_beside_steps_leaves_what_the_stage_before_sent() -> None:
+    """Layers add to it in place."""
+    ops, sent = GpuOps("cpu", "float32"), list[torch.Tensor]()
+    recorder = ops.recorder = Recording()
+    recorder.go.set()
+    recorder.beside = False
+    ops._shared = lambda x: x  # type: ignore[method-assign]
+    batch = Batch(8, 2, 4, 8)
+
+    def forward(own: GpuOps) -> torch.Tensor:
+        sent.append(own.step.hidden)
+        return own.step.hidden.add_(1.0)
+
+    run = ops.compile(forward, batch)
+    batch.seq_start[1], batch.seq_len[0], batch.counts[:3] = 1, 1, 1
+    for number in range(OFTEN):
+        batch.arrived = torch.full((1, 8), float(number))
+        run()
+    tried, recorded = sent[OFTEN - 1 : OFTEN + 1]
+    assert len(sent) == OFTEN + 2 and tried.data_ptr() != recorded.data_ptr()
+
+
+def test_tokens_that_the_host_knows_are_not_those_of_the_step_before() -> None:
+    batch = batch_of([1] * 4)
+    places = Places(batch, torch.device("cpu"))
+    batch.follows, batch.drawn_at[:4] = True, [2, 0, -1, 1]
+    for follows, found in ((True, [2, 0, -1, 1]), (False, [-1] * 4)):
+        batch.follows = follows
+        lay_out(batch, places, 16, 4, 1)
+        assert places.here["drawn_at"][:5].tolist() == [*found, -1]

@@ -7,14 +7,17 @@ waiting. What is sent meanwhile waits until it has ended, and is carried out ins
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import traceback
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from planaria.executor.launcher.inline import Handler
 from planaria.executor.link.address import Address, Inside
+from planaria.executor.link.later import answers
 from planaria.executor.reply_ledger import RankReply
 from planaria.protocol import Call, Command, Failed, Reply
 
@@ -47,10 +50,20 @@ class DirectLink:
             self.inboxes.append(inbox)
             self.threads.append(thread)
 
-    def _serve(self, rank: int, handler: Handler, inbox: queue.SimpleQueue[tuple[int, Command] | None]) -> None:
-        while (item := inbox.get()) is not None:
-            number, command = item
-            self.answers.put((rank, number, handler.handle(command)))
+    def _serve(self, rank: int, handler: Any, inbox: queue.SimpleQueue[tuple[int, Command] | None]) -> None:
+        def receive(timeout: float | None) -> tuple[int, Command] | None:
+            try:
+                item = inbox.get(timeout=timeout)
+            except queue.Empty:
+                return None
+            if item is None:
+                raise EOFError
+            return item
+
+        handler.ahead = True
+        with contextlib.suppress(EOFError):
+            for number, _, reply in answers(receive, handler.handle):
+                self.answers.put((rank, number, reply))
 
     def send(self, number: int, command: Command) -> None:
         """To every rank."""

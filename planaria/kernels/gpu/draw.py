@@ -17,7 +17,28 @@ from torch import Tensor
 from planaria.kernels.gpu.fused import power
 
 BLOCK = 4096  # logits of a program
+FOLLOWED = 256  # tokens of one
 _EXACT: dict[str, Any] = {"enable_fp_fusion": False}
+
+
+class DrawnTokens:
+    """Of a step, on their way to the host. host: [2, lines], tokens and flags, int64."""
+
+    def __init__(self, host: npt.NDArray[np.int64], lines: int, came: Any) -> None:
+        self._host, self._lines, self._came = host, lines, came
+
+    def ready(self) -> bool:
+        """Would `read` not wait?"""
+        return self._came is None or bool(self._came.query())
+
+    def read(self) -> tuple[npt.NDArray[np.int64], dict[int, int]]:
+        """Tokens, and flags of lines that have one (see `pick`): the one wait of a step. They stay until two more steps
+        were sent."""
+        if self._came is not None:
+            self._came.synchronize()
+        tokens = self._host[0, : self._lines]
+        flags = self._host[1, : self._lines]
+        return tokens, {i: int(flags[i]) for i in np.flatnonzero(flags).tolist()} if flags.any() else {}
 
 
 class Drawer:
@@ -33,6 +54,9 @@ class Drawer:
         self._host = torch.zeros(6, lines, dtype=torch.int64, pin_memory=pinned)
         self._here = torch.zeros(6, lines, dtype=torch.int64, device=device)
         self._out = torch.zeros(2, lines, dtype=torch.int64, device=device)
+        backs = [torch.zeros(2, lines, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
+        self._backs = [(each, each.numpy()) for each in backs]
+        self._copied = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
         whole: Any = self._host.numpy()
         self._into = [
             whole[0].view(np.float64),
@@ -51,13 +75,24 @@ class Drawer:
     ) -> None:
         """at: the rows; tables, by row: scales, limits, top_k, top_p, seeds, positions (see `Sampler`). again: nobody
         entered since the last time, so that the same rows have other positions only."""
+        if self._copied is not None:
+            self._copied.synchronize()  # of the step before, which may not have begun
         if not again or rows != self._last:
             for into, table in zip(self._into, tables[:5], strict=False):
                 into[: len(rows)] = table[at] if table.dtype != np.uint64 else table[at].view(np.int64)
             self.cuts = bool((tables[2][at] > 0).any() or (tables[3][at] < 1.0).any())
-        np.take(tables[5], at, out=self._into[5][: len(rows)])
+        np.take(tables[5], at, out=self._into[5][: len(rows)], mode="clip")  # else it goes by way of a copy
         self.rows, self._last, self.drawn = rows, rows, False
         self._here.copy_(self._host, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def follow(self, tokens: Tensor, drawn_at: Tensor) -> None:
+        """Put into int32 [T] tokens what lines `drawn_at` drew last, where these are not below 0. Waits for nothing."""
+        from planaria.kernels.gpu.draw_kernels import follow
+
+        if len(tokens):
+            follow[(-(-len(tokens) // FOLLOWED),)](tokens, drawn_at, self._out, len(tokens), block=FOLLOWED)
 
     def draw(self, logits: Tensor, *, cuts: bool | None = None) -> None:
         """Of float32 logits [S, size], contiguous, line i of the i-th staged row. cuts: as in a recording for such.
@@ -101,8 +136,12 @@ class Drawer:
         last = order.gather(-1, (kept.sum(-1, keepdim=True) - 1).clamp(min=0))
         return logits.gather(-1, last)[:, 0], last[:, 0].contiguous()
 
-    def read(self, lines: int) -> tuple[list[int], dict[int, int]]:
-        """Tokens, and flags of lines that have one (see `pick`): the one wait of a step."""
-        tokens, flags = self._out[:, :lines].cpu().numpy()
-        found: list[int] = tokens.tolist()
-        return found, {int(i): int(flags[i]) for i in np.flatnonzero(flags)}
+    def send(self, lines: int) -> DrawnTokens:
+        """What so many lines drew, on its way. Of two steps at most nobody has read it."""
+        back, host = self._backs[0]
+        self._backs.reverse()
+        back.copy_(self._out, non_blocking=True)
+        came = torch.cuda.Event() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        if came is not None:
+            came.record()
+        return DrawnTokens(host, lines, came)

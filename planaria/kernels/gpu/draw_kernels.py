@@ -134,3 +134,11 @@ def pick(
     token = own * block + tl.where(scale == 0.0, greatest, within)
     tl.store(out + line, tl.where(flag == 0, token, 0).to(tl.int64))
     tl.store(out + lines + line, flag.to(tl.int64))
+
+
+@triton.jit
+def follow(tokens, drawn_at, out, count, block: tl.constexpr):
+    """In place of some tokens what these lines of `out` drew."""
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    line = tl.load(drawn_at + at, mask=at < count, other=-1)
+    tl.store(tokens + at, tl.load(out + line, mask=line >= 0, other=0).to(tl.int32), mask=line >= 0)

@@ -91,7 +91,11 @@ class GpuOps(ExpertKernels):
 
     def begin(self, batch: Batch, places: Any) -> StepTensors:
         self.refresh_slots()
-        return DeviceStep(batch, places, self._block_size, fused.put)
+        step = DeviceStep(batch, places, self._block_size, fused.put)
+        if batch.follows:
+            assert self.drawer is not None
+            self.drawer.follow(step.tokens, step.drawn_at)
+        return step
 
     def places(self, batch: Batch) -> Places:
         return Places(batch, self.device)
@@ -127,7 +131,8 @@ class GpuOps(ExpertKernels):
             own._owed = None
             nobody = Batch(1, 1, 1, 1)
             lay_out(nobody, spare, self._block_size, shape.rows, shape.each)
-            spare.hidden = places.hidden
+            if places.hidden is not None:  # its own, for layers add to it in place, and steps go on beside
+                spare.hidden = places.hidden.new_zeros(shape.rows * shape.each, places.hidden.shape[1])
             own._step = DeviceStep.recorded(spare, fused.put, shape[:3])
             own.drawer = self.drawer.spare() if self.drawer is not None else None
             own._record(forward, shape)  # compiles what isn't yet, and stores nothing
@@ -147,13 +152,12 @@ class GpuOps(ExpertKernels):
         choices = StepGraphs(self.recorder, choice, beside=beside)
         self.graphs += [graphs, choices]
 
-        @torch.inference_mode()
-        def step() -> Array:
+        def step() -> Array:  # without torch's inference mode, which takes 4 us to begin: what computes is in it
             shape, drawer = shape_of(batch, most), self.drawer
             if shape is None:
                 return run()
             draws = drawer is not None and drawer.rows is not None and shape.each == 1
-            drawn = shape._replace(draws=draws, cuts=draws and drawer is not None and drawer.cuts)
+            drawn = StepShape(*shape[:3], draws, draws and drawer is not None and drawer.cuts)
             places.take_hidden(batch)
             found = graphs.find(drawn if self.tp.size == 1 else shape)
             if found is None:
@@ -172,6 +176,8 @@ class GpuOps(ExpertKernels):
         return step
 
     def _record(self, forward: Callable[[Any], Any], shape: StepShape) -> Any:
+        if self.drawer is not None:
+            self.drawer.follow(self._device_step.tokens, self._device_step.drawn_at)
         out = forward(self)
         self.settle()
         if shape.draws and self.drawer is not None:

@@ -41,9 +41,9 @@ class Places:
     def __init__(self, batch: Batch, device: torch.device) -> None:
         tokens, sequences = batch.max_tokens, batch.max_seqs
         sizes = {
-            "tokens": tokens, "positions": tokens, "slots": tokens, "loras": tokens, "starts": sequences + 1,
-            "lengths": sequences, "sample_index": batch.max_samples, "tile_sequences": tokens + sequences,
-            "tile_firsts": tokens + sequences, "lines": tokens,
+            "tokens": tokens, "drawn_at": tokens, "positions": tokens, "slots": tokens, "loras": tokens,
+            "starts": sequences + 1, "lengths": sequences, "sample_index": batch.max_samples,
+            "tile_sequences": tokens + sequences, "tile_firsts": tokens + sequences, "lines": tokens,
         }  # fmt: skip
         pinned = device.type == "cuda"
         self._host = torch.zeros(sum(sizes.values()), dtype=torch.int32, pin_memory=pinned)
@@ -54,8 +54,11 @@ class Places:
         self.tables = torch.zeros_like(self._tables, device=device)
         self._copied = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
         self.host_tables: Any = self._tables.numpy()
+        self._shape, self._parts = (0, 0), (self.tables, self._tables)  # that were copied last, and views of such
         self.hidden: Tensor | None = None
         self.laid = 0, 0  # rows of the recording that was laid out last, tokens of each
+        self._followed = 0  # tokens that were drawn on the device, and are, in what was filled last
+        self.host["drawn_at"][:] = -1
 
     def take_hidden(self, batch: Batch) -> None:
         """Make room for what the stage before sends, if it sends anything."""
@@ -72,10 +75,20 @@ class Places:
 
     def copy(self, rows: int, width: int) -> None:
         """Queue the copies. rows, width: of the table. Whoever fills again waits until they are made."""
+        if self._shape != (rows, width):
+            self._shape, within = (rows, width), (slice(rows), slice(width))
+            self._parts = self.tables[within], self._tables[within]
         self._here.copy_(self._host, non_blocking=True)
-        self.tables[:rows, :width].copy_(self._tables[:rows, :width], non_blocking=True)
+        self._parts[0].copy_(self._parts[1], non_blocking=True)
         if self._copied is not None:
             self._copied.record()
+
+    def take_drawn(self, batch: Batch) -> None:
+        """Which of the batch's tokens are on the device alone."""
+        followed = int(batch.counts[0]) if batch.follows else 0
+        self.host["drawn_at"][followed : self._followed] = -1
+        self.host["drawn_at"][:followed] = batch.drawn_at[:followed]
+        self._followed = followed
 
     def take_tables(self, batch: Batch, longest: int, block_size: int) -> int:
         """Blocks of the batch's sequences, the longest of which has so many tokens. Returns the most of one."""
@@ -110,7 +123,8 @@ def lay_out(batch: Batch, places: Places, block_size: int, rows: int, each: int)
         reach = lengths
         for name in ("tokens", "positions", "slots", "loras"):
             host[name][:used] = getattr(batch, name)[:used]
-            host[name][used:total] = 0 if name in ("tokens", "positions") else -1
+            if used < total:
+                host[name][used:total] = 0 if name in ("tokens", "positions") else -1
     else:
         counts = np.diff(starts)
         lines = np.arange(used) + np.repeat(np.arange(sequences) * each - starts[:-1], counts)
@@ -120,6 +134,7 @@ def lay_out(batch: Batch, places: Places, block_size: int, rows: int, each: int)
         reach, own = lengths - counts + each, places.here["lines"][:used]
         host["lines"][:used] = lines
     host["lengths"][:sequences], host["lengths"][sequences:rows] = reach, 0
+    places.take_drawn(batch)
     if places.laid != (rows, each):
         places.laid = rows, each
         host["starts"][: rows + 1] = np.arange(0, total + 1, each)
@@ -151,6 +166,7 @@ class DeviceStep(StepTensors):
             host[name][:tokens] = getattr(batch, name)[:tokens]
         host["starts"][: sequences + 1], host["lengths"][:sequences] = self._starts, self._lengths
         host["sample_index"][:samples] = batch.sample_index[:samples]
+        places.take_drawn(batch)
         counts = np.diff(self._starts)
         self.most = int(counts.max(initial=1))
         self.tiles = self._tiles(places, counts)
@@ -172,7 +188,7 @@ class DeviceStep(StepTensors):
     def _view(self, places: Places, tokens: int, sequences: int, samples: int) -> None:
         here = places.here
         self.tokens, self.positions = here["tokens"][:tokens], here["positions"][:tokens]
-        self.step_positions = self.positions
+        self.step_positions, self.drawn_at = self.positions, here["drawn_at"][:tokens]
         self.slots, self.loras = here["slots"][:tokens], here["loras"][:tokens]
         self.starts, self.lengths = here["starts"][: sequences + 1], here["lengths"][:sequences]
         self.sample_index, self.tables = here["sample_index"][:samples], places.tables[:sequences]
