@@ -123,7 +123,8 @@ def product(
     while panel < end:
         w, bias = row.w + panel * stride, row.bias + panel * 64
         if kernels and n <= TARGET.inline_rows:
-            invoke(get(kernels, packed.PACKED), n, x, ldx, w, w + row.scales, length, out, ldo, mode, bias)
+            ahead = max(1, layout.AHEAD // stride) * stride
+            invoke(get(kernels, packed.PACKED), n, x, ldx, w, w + row.scales, length, out, ldo, mode, bias, ahead)
             panel += 1
             out += wide
             continue
