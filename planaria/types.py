@@ -288,18 +288,29 @@ class KVLease(msgspec.Struct, frozen=True, array_like=True, tag="lease"):
     memory: tuple[int, int, int]
 
 
+class KVLayout(msgspec.Struct, frozen=True, array_like=True):
+    """What of a history's KV each rank of an engine has. layers: of each stage; dcp, pcp, interleave: see
+    topology.stripes; block_size: tokens of a block, on all context ranks together."""
+
+    tp: int
+    layers: tuple[int, ...]
+    block_size: int
+    dcp: int = 1
+    pcp: int = 1
+    interleave: int = 1
+
+
 class KVOffer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     """Copies of blocks that an engine of another server has taken of a history, for who goes on with it: whoever knows
     a block's key may fetch it (planaria.worker.kv_peers). id: of the lease; blocks: their places in the history; host,
-    port: of that engine's first rank; tp, layers: its tensor ranks, and the layers of each stage; none: as who asks.
-    at: where each rank is, where not at the next ports."""
+    port: of that engine's first rank; layout: that engine's, None: as who asks. at: where each rank is, where not at
+    the next ports."""
 
     id: str
     blocks: tuple[int, ...]
     host: str
     port: int
-    tp: int = 0
-    layers: tuple[int, ...] = ()
+    layout: KVLayout | None = None
     at: tuple[str, ...] = ()
 
 

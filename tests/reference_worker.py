@@ -182,10 +182,10 @@ class HashWorker:
         rows, tokens, late = [], [], []
         more: dict[int, list[int]] = {}
         pooled: dict[int, bytes] = {}
-        for work in self.books.apply(step, plan, freed, turn):
+        every = self.books.apply(step, plan, freed, turn)
+        self._compute_all(every)
+        for work in every:
             state = self.books.rows[work.row]
-            for position in range(work.start, work.start + work.size):
-                self._compute(work.row, state, position, state.tokens[position])
             if pooling := state.fresh.params.pooling:
                 cells = [self._cell(state.blocks, work.start + i) or 0 for i in range(work.size)]
                 state.summed += sum(cells)
@@ -262,12 +262,22 @@ class HashWorker:
         allowed = rule.allowed(at) if rule is not None and at is not None else range(self.vocab_size)
         return allowed[number % len(allowed)]
 
+    def _compute_all(self, every: list[Work]) -> None:
+        """All tokens of a step's plan."""
+        for work in every:
+            state = self.books.rows[work.row]
+            for position in range(work.start, work.start + work.size):
+                self._compute(work.row, state, position, state.tokens[position])
+
     def _compute(self, row: int, state: RowState, position: int, token: int) -> None:
         before = self._cell(state.blocks, position - 1) if position else 0
         if before is None:
             raise ValueError(f"row {row}: position {position - 1} was never computed")
+        self._store(state.blocks, position, mix(before, token, *number_of(self.adapter(state))))
+
+    def _store(self, blocks: list[int], position: int, cell: int) -> None:
         block, offset = divmod(position, self.block_size)
-        self.cells[state.blocks[block]][offset] = mix(before, token, *number_of(self.adapter(state)))
+        self.cells[blocks[block]][offset] = cell
 
     def draw(self, state: RowState, last: int, position: int) -> int:
         """What the token at `position` is chosen by, after a history whose hash is `last`."""

@@ -33,6 +33,7 @@ from planaria.preload import importing
 from planaria.processes import set_title
 from planaria.server.config import ServerConfig
 from planaria.server.tools import Parsers
+from planaria.types import KVLayout
 
 if TYPE_CHECKING:
     from planaria.server.fleet import Fleet, Hosts
@@ -92,8 +93,7 @@ def configured(
         seed=engine["seed"],
         transfer=config.cache.transfer if not config.parallel.splits_prefill else None,
         transfer_key=_transfer_key(config),
-        tp=config.parallel.layout.tp,
-        stages=tuple(map(len, _stages(config))),
+        kv_layout=_kv_layout(config),
         api_processes=config.parallel.api_server_count,
         **{**server, "served_model_names": names},
     )
@@ -109,10 +109,17 @@ def plan_shown(config: EngineConfig) -> Planned:
     return planned
 
 
-def _stages(config: EngineConfig) -> list[range]:
+def _kv_layout(config: EngineConfig) -> KVLayout:
     from planaria.models.deal import deal_layers
 
-    return deal_layers(config.model.num_layers, config.parallel.layout.pp, config.parallel.pp_layer_partition)
+    parallel, layout = config.parallel, config.parallel.layout
+    stages, context = (
+        deal_layers(config.model.num_layers, layout.pp, parallel.pp_layer_partition),
+        parallel.context(layout),
+    )
+    return KVLayout(
+        layout.tp, tuple(map(len, stages)), config.cache.block_size, context.dcp, context.pcp, context.interleave
+    )
 
 
 def _transfer_key(config: EngineConfig) -> bytes:

@@ -109,9 +109,6 @@ def _shares(config: ParallelConfig, device: str) -> None:
     if size > 1 and device != "cpu":
         why = f"{what} of prefill is for the kernels for CPUs, and the device is {device}"
         raise ConfigError(option, size, why, "use --decode-context-parallel-size for long contexts")
-    if size > 1 and config.splits_prefill:
-        why = f"{what} of prefill deals a block to more ranks than who takes it over (--prefill-engines) asks"
-        raise ConfigError(option, size, why, "leave one of the two out")
 
 
 def _with_lanes(config: ParallelConfig) -> ParallelConfig:

@@ -141,9 +141,6 @@ def _check(config: KVTransferConfig, parallel: ParallelConfig) -> None:
 
 
 def _check_network(config: KVTransferConfig, parallel: ParallelConfig) -> None:
-    if parallel.prefill_context_parallel_size > 1:
-        rule = "fetches a block's parts from fewer ranks than --prefill-context-parallel-size deals it to"
-        raise ConfigError(f"{FLAG} kv_connector", config.kv_connector, rule, "use directory or LMCacheConnectorV1")
     try:
         if ipaddress.ip_address(config.kv_ip).is_unspecified:
             raise ValueError

@@ -20,12 +20,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from planaria.core.kv_cache import BlockKey
 from planaria.core.sequence import SequenceState
 from planaria.core.stats import StoreStats, TierStats, TransferStats
-from planaria.core.transfer import Fetch, Offers
+from planaria.core.transfer import Fetch, Offers, lent_part
 from planaria.hosts.kv_keys import KEY
 from planaria.protocol import KVLoad, KVNews, KVWork, StoreNews
 from planaria.types import KVLease, KVOffer
@@ -210,9 +208,9 @@ class LaneConnector:
         free = lane.pool.num_free - lane.pool.num_idle(hits)
         if (lease := entry.request.lease) is not None and free >= usable - first:
             entry.request.lease = None  # once
-            if blocks := lease.blocks[first:usable]:
-                lease = msgspec.structs.replace(lease, blocks=blocks)
-                self._begin(entry, hits, entry.keys[first : first + len(blocks)], lease)
+            if lent := lent_part(lane, entry, lease, first, usable):
+                count, lease, asked = lent
+                self._begin(entry, hits, entry.keys[first : first + count], lease, asked)
                 return True
         keys = entry.keys[first:usable]
         count = next((i for i, key in enumerate(keys) if self.ranks_of.get(key) != self.all), len(keys))
@@ -225,12 +223,13 @@ class LaneConnector:
         return True
 
     def _begin(
-        self, entry: SequenceState, hits: list[int], keys: list[BlockKey], lease: KVLease | KVOffer | None = None
-    ) -> None:
+        self, entry: SequenceState, hits: list[int], keys: list[BlockKey], lease: KVLease | KVOffer | None = None,
+        asked: list[BlockKey] | None = None,
+    ) -> None:  # fmt: skip
         lane = self.lane
         lane.pool.share(hits)
         self.numbers += 1
-        fetch = Fetch(self.numbers, entry, list(hits), keys, lane.pool.take(len(keys)), self.all, lease)
+        fetch = Fetch(self.numbers, entry, list(hits), keys, lane.pool.take(len(keys)), self.all, lease, asked)
         patience = UNKNOWN if self.rates.token is None else len(keys) * lane.block_size * self.rates.token
         fetch.began, fetch.until = lane.now, lane.now + max(PATIENCE, patience)
         self.fetches[fetch.number] = fetch

@@ -18,7 +18,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from planaria.core.kv_cache import BlockKey, BlockPool
+import msgspec
+
+from planaria.core.kv_cache import BlockKey, BlockPool, chain
 from planaria.core.sequence import SequenceState
 from planaria.core.stats import TransferStats
 from planaria.protocol import KVLoad
@@ -33,17 +35,20 @@ LEASE = 30.0  # seconds that blocks are held for who comes for them
 class Fetch:
     """Blocks of a request on their way. hits: of memory, before them; missing: ranks that haven't answered (bits);
     usable: blocks from the first on that all who have answered have; lease: of the engine they come from, with those
-    blocks of its own, or as they are offered, None: they come from a store."""
+    blocks of its own, or as they are offered, None: they come from a store; asked: keys of what is offered, where they
+    aren't `keys`."""
 
     __slots__ = (
-        "began", "blocks", "entry", "failed", "hits", "keys", "lease", "missing", "number", "seconds", "until", "usable"
+        "asked", "began", "blocks", "entry", "failed", "hits", "keys", "lease", "missing", "number", "seconds", "until",
+        "usable",
     )  # fmt: skip
 
     def __init__(
         self, number: int, entry: SequenceState, hits: list[int], keys: list[BlockKey], blocks: list[int], ranks: int,
-        lease: KVLease | KVOffer | None = None,
+        lease: KVLease | KVOffer | None = None, asked: list[BlockKey] | None = None,
     ) -> None:  # fmt: skip
         self.number, self.entry, self.hits, self.keys, self.blocks = number, entry, hits, keys, blocks
+        self.asked = keys if asked is None else asked
         self.missing, self.usable, self.seconds, self.lease = ranks, len(blocks), 0.0, lease
         self.failed = ""  # why not all are usable
         self.began = self.until = 0.0
@@ -58,7 +63,27 @@ class Fetch:
 
     @property
     def load(self) -> KVLoad:
-        return KVLoad(self.number, tuple(self.keys), tuple(self.blocks), self.lease)
+        return KVLoad(self.number, tuple(self.asked), tuple(self.blocks), self.lease, len(self.hits))
+
+
+def lent_part(
+    lane: Lane, entry: SequenceState, lease: KVLease | KVOffer, first: int, usable: int
+) -> tuple[int, KVLease | KVOffer, list[BlockKey] | None] | None:
+    """Of a history's blocks `first` to `usable`: how many of them there are, the lease with the blocks of its own that
+    hold them, and the keys of those, where they have another number of tokens. None: there are none."""
+    size = its = lane.block_size
+    if isinstance(lease, KVOffer) and lease.layout is not None:
+        its = lease.layout.block_size
+    count = min(usable, min(len(lease.blocks), entry.request.num_tokens // its) * its // size) - first
+    if count <= 0:
+        return None
+    part = slice(first * size // its, -(-(first + count) * size // its))
+    found = msgspec.structs.replace(lease, blocks=lease.blocks[part])
+    if its == size:
+        return count, found, None
+    request = entry.request
+    root = lane.scope.root(request.salt, request.adapter)
+    return count, found, chain(request.span(0, part.stop * its), its, [], root)[part]
 
 
 class Lender:

@@ -141,14 +141,13 @@ class GangKV:
 
     def recut_for(self, layout: Layout, homes: Collection[str]) -> Callable[[int], KVCut] | None:
         """What ranks of a layout on these nodes make of what there is, by how many blocks they have. None: nothing,
-        where it is the same layout, not all of it is on this node, or its tokens would be other ranks'."""
+        where it is the same layout, or not all of it is on this node."""
         there, parallel, self.returns = self.there, self.config.parallel, 0
         if self.memory is None or self.counting is None or not there.num_blocks or parallel.splits_prefill:
             return None
         if not self.config.device.platform.on_host:  # a rank would have to map what is on another's device
             return None
-        shared = any(parallel.context(each).size > 1 or each.pcp > 1 for each in (layout, there.layout))
-        if layout == there.layout or layout.dp != there.layout.dp or shared or self.config.model.foreign is not None:
+        if layout == there.layout or layout.dp != there.layout.dp or self.config.model.foreign is not None:
             return None
         whole = self.memory.whole(there.number, there.layout, homes)
         self.returns = self.memory.num_bytes if whole else 0

@@ -54,9 +54,10 @@ class SlotKV:
     def blocks(self) -> list[npt.NDArray[np.uint8]]:
         return [_rows(cache, self.block_size) for cache in (self.keys, self.values)]
 
-    def by_head(self) -> list[npt.NDArray[np.uint8]]:
-        """[blocks, tokens, heads, bytes]."""
-        return [rows.reshape(len(rows), self.block_size, self.keys.shape[1], -1) for rows in self.blocks()]
+    def items(self) -> list[npt.NDArray[np.intp]]:
+        """Of each of `blocks`, where in a block the numbers of a head's token are: [heads][tokens][numbers]."""
+        shape = self.block_size, *self.keys.shape[1:]
+        return [np.arange(math.prod(shape)).reshape(shape).swapaxes(0, 1)] * 2
 
 
 @dataclass
@@ -69,8 +70,8 @@ class SlotLatents:
     def blocks(self) -> list[npt.NDArray[np.uint8]]:
         return [_rows(self.rows, self.block_size)]
 
-    def by_head(self) -> list[npt.NDArray[np.uint8]]:
-        return [rows.reshape(len(rows), 1, 1, -1) for rows in self.blocks()]
+    def items(self) -> list[npt.NDArray[np.intp]]:
+        return [np.arange(self.block_size * self.rows.shape[1]).reshape(1, self.block_size, -1)]
 
 
 def _rows(cache: Tensor, block_size: int) -> npt.NDArray[np.uint8]:

@@ -17,7 +17,7 @@ from planaria.models.config import ModelConfig
 from planaria.models.shard import ContextGroup, Shard
 from planaria.topology.experts import ExpertMap
 from planaria.topology.kv_parts import KVRect
-from planaria.topology.stripes import Context
+from planaria.topology.stripes import Context, Stripes
 
 MLP_BLOCK = 32  # columns; packed weights are cut at multiples of it
 ALONE = Context()
@@ -146,14 +146,19 @@ def deal_layers(num_layers: int, stages: int, partition: tuple[int, ...] | None 
     return parts(num_layers, stages)
 
 
-def kv_parts(config: ModelConfig, tp: int, pp: int, partition: tuple[int, ...] | None = None) -> list[KVRect]:
-    """What every rank has of KV; rank = stage * tp + tensor rank. Raises ConfigError for a split that can't be."""
+def kv_parts(
+    config: ModelConfig, tp: int, pp: int, partition: tuple[int, ...] | None = None, context: Context = ALONE
+) -> list[KVRect]:
+    """What every rank of a lane has of KV, in rank order. Raises ConfigError for a split that can't be."""
     if not 0 < tp <= config.num_heads:
         raise ConfigError("--tensor-parallel-size", tp, f"there are {config.num_heads} query heads")
-    heads = [kv for _, kv in deal_heads(config.num_heads, config.num_kv_heads, tp)]
-    if config.mla is not None:
-        heads = [range(1)] * tp
-    return [KVRect(layers, each) for layers in deal_layers(config.num_layers, pp, partition) for each in heads]
+    heads = deal_heads(config.num_heads, config.num_kv_heads, tp)
+    dealt: list[tuple[range, Stripes]] = []
+    for pcp_rank in range(context.pcp):
+        for (_, own), group in zip(heads, deal_context(heads, context._replace(pcp_rank=pcp_rank)), strict=True):
+            kv, stripes = (own, Stripes()) if group is None else (group.kv_heads, group.stripes)
+            dealt.append((range(1) if config.mla is not None else kv, stripes))
+    return [KVRect(layers, *each) for layers in deal_layers(config.num_layers, pp, partition) for each in dealt]
 
 
 def deal(

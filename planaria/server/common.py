@@ -234,7 +234,7 @@ class Envelope:
     def whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         value = {**self.head, "choices": choices, "usage": self.counts()}
         if self.transfers is not None:
-            value["kv_transfer_params"] = self.transfers.answer(self.prompts[0], self.block_size)
+            value["kv_transfer_params"] = self.transfers.answer(self.prompts[0])
         return value
 
     def tail(self, counted: bool = False) -> bytes:

@@ -12,7 +12,7 @@ from planaria.config.declared import check, option
 from planaria.config.options import PoolingConfig, TransferConfig
 from planaria.errors import ConfigError
 from planaria.server.tools import Parsers
-from planaria.types import SamplingParams
+from planaria.types import KVLayout, SamplingParams
 
 MIB = 1 << 20
 
@@ -100,8 +100,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None  # fmt: skip
     transfer: TransferConfig | None = None  # of KV blocks, with other servers
     transfer_key: bytes = b""  # what is handed to clients of it is signed with
-    tp: int = 1  # tensor ranks of an engine
-    stages: tuple[int, ...] = (1,)  # layers of each
+    kv_layout: KVLayout = KVLayout(1, (1,), 16)  # of each engine
     api_processes: int = 1  # of the server; one of several keeps responses
     passing: str = ""  # folder of the sockets by which they pass requests on to each other
     journal_ends: bool = False  # with the server: it is there for the death of an API process

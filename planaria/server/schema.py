@@ -94,6 +94,10 @@ class KVTransferParams(ApiModel):
     remote_request_id: str | None = Field(None, max_length=256)
     remote_signature: str | None = Field(None, max_length=128)
     remote_layers: list[int] | None = Field(None, max_length=1024)
+    remote_block_size: int | None = Field(None, ge=16, le=1 << 16)
+    remote_dcp_size: int = Field(1, ge=1, le=256)
+    remote_pcp_size: int = Field(1, ge=1, le=256)
+    remote_interleave: int = Field(1, ge=1, le=256)
     tp_size: int | None = Field(None, ge=1, le=1024)
 
 

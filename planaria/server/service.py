@@ -50,7 +50,7 @@ class Service(Admission):
     def __init__(self, client: Dispatcher, tokenizer: Tokenizer | None, config: ServerConfig) -> None:
         super().__init__(config)
         self.client, self.tokenizer = client, tokenizer
-        self.transfers = Transfers(config.transfer, config.transfer_key, config.tp, config.stages)
+        self.transfers = Transfers(config.transfer, config.transfer_key, config.kv_layout)
         self.history = History()
         self.faults = FaultLog(lambda: [engine.index for engine in client.engines() if engine.state != "ended"])
         client.on_recovery, client.on_settled = self._recovery, self.faults.settled

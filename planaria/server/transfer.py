@@ -16,7 +16,7 @@ from planaria.config.options import TransferConfig
 from planaria.errors import RequestError
 from planaria.server.schema import GenerationRequest, KVTransferParams
 from planaria.server.stream import Choices, Stream
-from planaria.types import KVOffer
+from planaria.types import KVLayout, KVOffer
 from planaria.wire import Submit
 
 logger = logging.getLogger("planaria.server")
@@ -29,11 +29,11 @@ def signing_key(secret: bytes) -> bytes:
 
 
 class Transfers:
-    """Of a server with this configuration. key: see signing_key; empty where nobody is contacted. tp, layers: tensor
-    ranks of an engine, and the layers of each stage. refused: peers that were not contacted."""
+    """Of a server with this configuration. key: see signing_key; empty where nobody is contacted. layout: of an
+    engine. refused: peers that were not contacted."""
 
-    def __init__(self, config: TransferConfig | None, key: bytes, tp: int, layers: tuple[int, ...]) -> None:
-        self.config, self._key, self._tp, self._layers = config, key, tp, layers
+    def __init__(self, config: TransferConfig | None, key: bytes, layout: KVLayout) -> None:
+        self.config, self._key, self._layout = config, key, layout
         self.refused = 0
 
     def asked(self, body: GenerationRequest, submits: Sequence[Submit], prompts: int = 1) -> list[Submit]:
@@ -73,9 +73,7 @@ class Transfers:
         host, port = params.remote_host, params.remote_port
         if not blocks or host is None or port is None or params.remote_request_id is None:
             return None
-        offer = KVOffer(
-            params.remote_request_id, blocks, host, port, params.tp_size or 0, tuple(params.remote_layers or ())
-        )
+        offer = KVOffer(params.remote_request_id, blocks, host, port, self._layout_of(params))
         signed = params.remote_signature is not None and hmac.compare_digest(
             params.remote_signature.encode(), self._signature(offer).encode()
         )
@@ -90,22 +88,35 @@ class Transfers:
         return offer
 
     def _signature(self, offer: KVOffer) -> str:
-        said = msgspec.json.encode([offer.id, offer.host, offer.port, offer.tp, offer.layers])
+        said = msgspec.json.encode([offer.id, offer.host, offer.port, offer.layout])
         return hmac.digest(self._key, said, "sha256").hex()
 
-    def answer(self, prompt: Choices, block_size: int) -> dict[str, object]:
+    def _layout_of(self, params: KVTransferParams) -> KVLayout | None:
+        """None: it doesn't say, and is as this server's."""
+        if params.tp_size is None:
+            return None
+        return KVLayout(
+            params.tp_size, tuple(params.remote_layers or ()), params.remote_block_size or self._layout.block_size,
+            params.remote_dcp_size, params.remote_pcp_size, params.remote_interleave,
+        )  # fmt: skip
+
+    def answer(self, prompt: Choices) -> dict[str, object]:
         """Of a request with do_remote_decode, what is handed to who goes on."""
         assert self.config is not None
         stream: Stream = prompt.sequences[0]
-        ranks = self._tp * len(self._layers)
+        layout = self._layout
+        ranks = layout.tp * layout.pcp * len(layout.layers)
         port = self.config.port + stream.engine.index * ranks if self.config.port else None
         host = self.config.host or None
         found = {
-            "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self.config.engine_id,
-            "remote_block_ids": list(range(len(prompt.prompt) // block_size)), "remote_host": host, "remote_port": port,
-            "remote_request_id": stream.name, "tp_size": self._tp, "remote_layers": self._layers,
+            "do_remote_prefill": True, "do_remote_decode": False,
+            "remote_engine_id": f"{self.config.engine_id}_dp{stream.engine.index}",
+            "remote_block_ids": list(range(len(prompt.prompt) // layout.block_size)),
+            "remote_block_size": layout.block_size, "remote_host": host, "remote_port": port,
+            "remote_request_id": stream.name, "tp_size": layout.tp, "remote_layers": layout.layers,
+            "remote_dcp_size": layout.dcp, "remote_pcp_size": layout.pcp, "remote_interleave": layout.interleave,
         }  # fmt: skip
         if host is not None and port is not None:
-            offer = KVOffer(stream.name, (), host, port, self._tp, self._layers)
+            offer = KVOffer(stream.name, (), host, port, layout)
             found["remote_signature"] = self._signature(offer)
         return found

@@ -7,6 +7,7 @@ and arrays.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 
@@ -33,6 +34,13 @@ class Stripes(NamedTuple):
         """The inverse of `local`."""
         turn = local // self.interleave * self.size + self.rank
         return turn * self.interleave + local % self.interleave
+
+    def meets(self, other: Stripes) -> bool:
+        """Is any token both here and there?"""
+        cycle = math.gcd(self.size * self.interleave, other.size * other.interleave)
+        mine, its = ({(each.rank * each.interleave + i) % cycle for i in range(each.interleave)}
+                     for each in (self, other))  # fmt: skip
+        return not mine.isdisjoint(its)
 
 
 class Context(NamedTuple):

@@ -30,16 +30,17 @@ from planaria.protocol import Allocate, KVNews, KVWork, StepPlan
 from planaria.topology.layout import Layout
 from planaria.worker.connector import RankConnector, Unconnected
 from planaria.worker.device import keepers_of
-from planaria.worker.kv_layout import CACHES, full_of, recut
+from planaria.worker.kv_layout import CACHES, full_of, parts_of_kv, recut
 from planaria.worker.kv_shared import SharedKV
 from planaria.worker.kv_sums import BlockSums
 
 if TYPE_CHECKING:
     from planaria.kernels.ops import Ops
     from planaria.topology.kv_parts import KVRect
+    from planaria.worker.kv_layout import Items
     from planaria.worker.kv_peers import KVPeers
     from planaria.worker.kv_recut import Recut
-    from planaria.worker.kv_tier import Blocks, Store
+    from planaria.worker.kv_tier import Store
     from planaria.worker.runner import Runner
 
 FEWEST = 16  # blocks that a folder must have room for
@@ -180,8 +181,8 @@ class RankKV:
         def identity() -> bytes:
             return identity_of(config, layout, self.rank, f"{kernels} {size}", weights())
 
-        def of_part(part: KVRect) -> bytes:
-            return identity_of_part(config, layout, part, kernels, weights())
+        def of_part(part: KVRect, block_size: int) -> bytes:
+            return identity_of_part(config, part, block_size, kernels, weights())
 
         def opened(name: str, make: Callable[[bytes], Store], rate: float) -> StoreThreads | Unconnected:
             try:
@@ -212,27 +213,28 @@ class RankKV:
             if not network.port:
                 network, place = msgspec.structs.replace(network, host=self.address), 0
             secret = deployment_secret(config.parallel, network.host)
-            recut = self._recut(config, layout, blocks, of_part)
-            own = of_part(recut.own[self.rank]) if recut is not None else identity()
+            recut = self._recut(config, layout, model, ops, of_part)
+            own = identity() if recut is None else of_part(recut.own[self.rank], recut.block_size)
             self.peers = KVPeers(network, secret, place, self.rank, own, blocks, size, recut, loaded, news)
             if not network.port and self.peers.server is not None:
                 return {"stored": stored, "address": self.peers.server.address}
         return {"stored": stored}
 
     def _recut(
-        self, config: EngineConfig, layout: Layout, blocks: Blocks, identity: Callable[[KVRect], bytes]
+        self, config: EngineConfig, layout: Layout, model: Any, ops: Ops, identity: Callable[[KVRect, int], bytes]
     ) -> Recut | None:
-        """None: where a rank's blocks can't be cut at heads, as each head's are not one after the other, or it has some
-        tokens' alone."""
-        from planaria.models.deal import kv_parts
+        """None: caches are somebody else's."""
+        if config.model.foreign is not None:
+            return None
         from planaria.worker.kv_recut import Recut
 
-        partition = config.parallel.pp_layer_partition
-        partition = partition if partition is None or len(partition) == layout.pp else None
-        own = kv_parts(config.model, layout.tp, layout.pp, partition)
-        if config.parallel.context(layout).size > 1 or len(blocks) != len(own[self.rank].layers):
-            return None
-        return Recut(config.model, own, self.rank, blocks, identity)
+        def items(heads: int, tokens: int) -> Items:
+            """Of caches that are made for this."""
+            found: Items = model.layers[0].attention.cache(ops, 1, tokens, heads).items()
+            return found
+
+        size = config.cache.block_size
+        return Recut(config.model, parts_of_kv(config, layout), self.rank, model.kv_blocks(size), size, items, identity)
 
     def _in_memory(self, identity: bytes, size: int, most: int) -> Store:
         """In memory of the node, where there is any, so that it outlives this process."""
@@ -310,20 +312,22 @@ def identity_of(config: EngineConfig, layout: Layout, rank: int, kernels: str, w
     """Of all that the bytes of a rank's blocks depend on but their keys. 16 bytes."""
     at, partition = layout.coords(rank), config.parallel.pp_layer_partition
     place: list[object] = [layout.tp, layout.pp, at.tp, at.pp, partition, layout.pcp, at.pcp]
-    return _identity(config, layout, place, kernels, weights)
+    place += [config.cache.block_size, config.parallel.context(layout)]
+    return _identity(config, place, kernels, weights)
 
 
-def identity_of_part(config: EngineConfig, layout: Layout, part: KVRect, kernels: str, weights: str) -> bytes:
-    """Of a part of each block, whichever layout's rank has it. 16 bytes."""
-    return _identity(config, layout, [[each.start, each.stop] for each in part], kernels, weights)
+def identity_of_part(config: EngineConfig, part: KVRect, block_size: int, kernels: str, weights: str) -> bytes:
+    """Of a part of each block of so many tokens, whichever layout's rank has it. 16 bytes."""
+    layers, heads, stripes = part
+    place: list[object] = [[layers.start, layers.stop], [heads.start, heads.stop], stripes, block_size]
+    return _identity(config, place, kernels, weights)
 
 
-def _identity(config: EngineConfig, layout: Layout, place: list[object], kernels: str, weights: str) -> bytes:
-    device, parallel = config.device, config.parallel
+def _identity(config: EngineConfig, place: list[object], kernels: str, weights: str) -> bytes:
+    device = config.device
     model = msgspec.json.encode(config.model).decode()
     parts = [
         "planaria KV 1", compared(config)["planaria"], weights, model, device.device, device.dtype,
-        device.quantization, device.kernels, device.batch_invariant, kernels, platform.machine(),
-        config.cache.block_size, place, parallel.context(layout),
+        device.quantization, device.kernels, device.batch_invariant, kernels, platform.machine(), place,
     ]  # fmt: skip
     return hashlib.sha256(msgspec.json.encode(parts)).digest()[:16]

@@ -46,22 +46,21 @@ PAUSE = 10.0  # seconds in which it isn't asked again
 LOOK = 0.05  # seconds between looks whether a load was dropped
 IDLE = 60.0  # seconds after which a peer is let go of
 
-Loaded = Callable[[KVLoad, int, str, float], None]
-
 
 class Peer:
     """A rank of another server, that is asked for blocks; source: which one; backends: of NIXL, that may read them.
     bring(source, load, index, payload) puts one where it belongs, unless the load was dropped: False;
-    ended(load, count, why, seconds)."""
+    ended(source, load, count, why, seconds)."""
 
     def __init__(
         self, address: str, keys: Keys, source: PartSource, backends: tuple[str, ...],
-        bring: Callable[[PartSource, KVLoad, int, memoryview], bool], ended: Loaded,
+        bring: Callable[[PartSource, KVLoad, int, memoryview], bool],
+        ended: Callable[[PartSource, KVLoad, int, str, float], None],
     ) -> None:  # fmt: skip
         self.address, self.keys, self.source, self.identity, self.size = (
             address, keys, source, source.identity, source.size,
         )  # fmt: skip
-        self.bring, self.ended, self.backends = partial(bring, source), ended, backends
+        self.bring, self.ended, self.backends = partial(bring, source), partial(ended, source), backends
         self._loads: queue.SimpleQueue[KVLoad | None] = queue.SimpleQueue()
         self._decode = msgspec.msgpack.Decoder(SentBlock).decode
         self._encode = msgspec.msgpack.Encoder().encode
@@ -118,7 +117,7 @@ class Peer:
         return self._end
 
     def _fetch(self, load: KVLoad) -> tuple[int, str]:
-        """Blocks from the first on that have come, and why no more have."""
+        """Of the load's keys, how many from the first on have come, and why no more have."""
         assert isinstance(load.lease, KVOffer)
         end, lease, keys = self._connected(), load.lease.id, load.keys
         got = asked = 0
@@ -184,7 +183,7 @@ class Coming:
         self.count, self.why, self.seconds = count, "", 0.0
 
     def came(self, index: int) -> bool:
-        """From one of them. Is the block whole?"""
+        """All of a block that one of them has. Is it whole?"""
         self.parts[index] += 1
         return self.parts[index] == self.sources
 
@@ -251,16 +250,16 @@ class KVPeers:
     def _begin(self, load: KVLoad, offer: KVOffer) -> None:
         try:
             sources = [self._same]
-            if self.recut is not None and offer.tp:
-                sources = self.recut.sources(offer)
+            if self.recut is not None and offer.layout is not None:
+                sources = self.recut.sources(offer.layout)
         except ValueError:
             sources = []
         with self._lock:
-            self._open[load.number] = Coming(len(sources), len(load.keys))
+            self._open[load.number] = Coming(len(sources), len(load.blocks))
         for source in sources:
             self._peer(offer, source).fetch(load)
         if not sources:
-            self._ended(load, 0, "layout", 0.0)
+            self._ended(self._same, load, 0, "layout", 0.0)
 
     def _peer(self, offer: KVOffer, source: PartSource) -> Peer:
         where = f"{bracketed(offer.host)}:{offer.port + source.rank}"
@@ -279,16 +278,17 @@ class KVPeers:
             if coming is None:
                 return False
             if index >= 0:
-                source.put(self.blocks, load.blocks[index], payload)
-                if coming.came(index):
-                    self.loaded([load.blocks[index]])
-                    self._blocks_loaded += 1
+                source.put(self.blocks, load, index, payload)
+                for at in range(source.whole(load, index), source.whole(load, index + 1)):
+                    if coming.came(at):
+                        self.loaded([load.blocks[at]])
+                        self._blocks_loaded += 1
             return True
 
-    def _ended(self, load: KVLoad, count: int, why: str, seconds: float) -> None:
+    def _ended(self, source: PartSource, load: KVLoad, count: int, why: str, seconds: float) -> None:
         with self._news:
             coming = self._open.get(load.number)
-            if coming is not None and coming.ended(count, why, seconds):
+            if coming is not None and coming.ended(source.whole(load, count), why, seconds):
                 del self._open[load.number]
                 self._loaded.append((load.number, coming.count, coming.seconds))
                 if coming.why:

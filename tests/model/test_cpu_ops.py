@@ -16,6 +16,7 @@ import torch
 
 from planaria.kernels.cpu.build import host_isa
 from planaria.kernels.cpu.target import ISAS
+from planaria.kernels.numbers import to_float32
 from planaria.kernels.ops import Batch, Quantized
 from tests.model.tensors import CpuOps, TorchOps, dequantise, quantise, random_blocks
 
@@ -114,15 +115,26 @@ ATTENTION = [
 ]  # fmt: skip
 
 
+def numbers_in(kv: Any) -> torch.Tensor:
+    """[heads, blocks, tokens, numbers of keys and values], as `items` says where they are."""
+    found = []
+    for rows, items in zip(kv.blocks(), kv.items(), strict=True):
+        bits = rows.view(f"u{rows.shape[1] // items.size}")
+        every = to_float32(bits) if bits.itemsize == 2 else bits.view(np.float32)
+        found.append(torch.from_numpy(every[:, items].swapaxes(0, 1).copy()))
+    return torch.cat(found, -1)
+
+
+@pytest.mark.parametrize("size", [16, 48])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("heads, kv_heads, dim, window, rotary", ATTENTION)
-def test_attention(dtype: str, heads: int, kv_heads: int, dim: int, window: int | None, rotary: int) -> None:
+def test_attention(dtype: str, heads: int, kv_heads: int, dim: int, window: int | None, rotary: int, size: int) -> None:
     """Chunks and single tokens of several sequences, over block boundaries, with and without a window."""
-    size, blocks, width, hidden = 16, 32, (heads + 2 * kv_heads) * dim, 48
+    blocks, width, hidden = 32, (heads + 2 * kv_heads) * dim, 48
     table, qkv, norms = draw(200, hidden, seed=1), draw(width, hidden, seed=2) / 7, 1 + 0.1 * draw(2, dim, seed=3)
     angle = torch.arange(128).float()[:, None] * 10000 ** (-torch.arange(rotary // 2).float() / (rotary // 2))
     steps = [{0: 37, 1: 1, 2: 16}, {0: 1, 1: 30, 2: 1}, {0: 1, 1: 1, 2: 1}, {0: 20, 2: 17}]
-    outputs = []
+    outputs, stored = [], []
     for ops in (CpuOps(dtype, 2), TorchOps("cpu", dtype)):
         t, w, rope = ops.pack(table), ops.pack(qkv), ops.rope_table(angle.cos(), angle.sin())
         q_norm, k_norm, one = ops.vector(norms[0]), ops.vector(norms[1]), ops.vector(torch.ones(hidden))
@@ -157,9 +169,13 @@ def test_attention(dtype: str, heads: int, kv_heads: int, dim: int, window: int 
             batch.counts[:3] = at, len(step), at
             found.append(program().clone().float())
         outputs.append(found)
+        used = batch.block_table[0, : lengths[0] // size].tolist()
+        stored.append(numbers_in(kv)[:, used])
         ops.close()
     for ours, theirs in zip(*outputs, strict=True):
         close(ours, theirs, dtype)
+    assert stored[0].any()
+    close(*stored, dtype)
 
 
 def test_embedding_reads_packed_rows() -> None:

@@ -1,4 +1,4 @@
-"""Blocks of KV that ranks of one layout have, in another's: every byte is where it belongs."""
+"""Blocks of KV that ranks of one layout have, in another's: every number is where it belongs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -19,30 +20,55 @@ from planaria.models.config import ModelConfig
 from planaria.models.deal import kv_parts
 from planaria.protocol import KVLoad, KVNews, KVWork
 from planaria.topology.kv_parts import KVRect, pieces
-from planaria.types import KVOffer
+from planaria.topology.stripes import Context, Stripes
+from planaria.types import KVLayout, KVOffer
 from planaria.worker.kv_peers import KVPeers
 from planaria.worker.kv_recut import Recut
 from tests.proc.servers import wait_until
 from tests.pure.test_deal import SMOLLM2, model, models
 
-COUNT, HEAD = 12, 96  # blocks; bytes of a head in one
-KEYS = tuple(bytes([i]) * 16 for i in range(COUNT))
+TOKENS, NUMBERS = 12 * 48, 3  # of the history; of a head's token in one layer, of two bytes each
 NINE = model(9, 9, 64, 576, 1536, 49152, 5)
 
 
-@given(models(), *[st.integers(1, 5)] * 4)
-def test_a_part_comes_whole_and_nothing_twice(config: ModelConfig, tp: int, pp: int, tp2: int, pp2: int) -> None:
-    tp, tp2 = min(tp, config.num_heads), min(tp2, config.num_heads)
-    pp, pp2 = min(pp, config.num_layers), min(pp2, config.num_layers)
-    held = kv_parts(config, tp, pp)
-    for wanted in kv_parts(config, tp2, pp2):
+def layout(
+    config: ModelConfig, tp: int, pp: int = 1, dcp: int = 1, pcp: int = 1, interleave: int = 1, block_size: int = 48
+) -> KVLayout:
+    layers = tuple(len(part.layers) for part in kv_parts(config, 1, pp))
+    return KVLayout(tp, layers, block_size, dcp, pcp, interleave)
+
+
+def parts_of(config: ModelConfig, of: KVLayout) -> list[KVRect]:
+    return kv_parts(config, of.tp, len(of.layers), of.layers, Context(of.dcp, of.pcp, of.interleave))
+
+
+@st.composite
+def layouts(draw: st.DrawFn, config: ModelConfig) -> KVLayout:
+    tp, pp = (draw(st.integers(1, min(5, most))) for most in (config.num_heads, config.num_layers))
+    dcp = draw(st.sampled_from([n for n in range(1, tp + 1) if tp % n == 0]))
+    return layout(config, tp, pp, dcp, draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 8])))
+
+
+@given(st.data(), models())
+def test_a_part_comes_whole_and_nothing_twice(data: st.DataObject, config: ModelConfig) -> None:
+    of, to = (data.draw(layouts(config)) for _ in range(2))
+    held, positions = parts_of(config, of), range(60)
+    for wanted in parts_of(config, to):
         found = [
-            (layer, head)
+            (layer, head, at)
             for rank, part in pieces(wanted, held)
             for layer in part.layers for head in part.heads
             if layer in held[rank].layers and head in held[rank].heads
+            for at in positions if wanted.stripes.here(at) and held[rank].stripes.here(at)
         ]  # fmt: skip
-        assert sorted(found) == [(layer, head) for layer in wanted.layers for head in wanted.heads]
+        every = [(layer, head, at) for layer in wanted.layers for head in wanted.heads
+                 for at in positions if wanted.stripes.here(at)]  # fmt: skip
+        assert sorted(found) == every
+
+
+@given(*[st.builds(lambda size, rank, turn: Stripes(size, rank % size, turn), *[st.integers(1, 6)] * 3)] * 2)
+def test_ranks_meet_where_they_have_a_token_in_common(one: Stripes, other: Stripes) -> None:
+    assert one.meets(other) == any(one.here(at) and other.here(at) for at in range(36 * 36))
 
 
 def test_what_nobody_has_is_said() -> None:
@@ -50,34 +76,48 @@ def test_what_nobody_has_is_said() -> None:
         pieces(KVRect(range(2), range(3)), [KVRect(range(2), range(2))])
 
 
-def whole(config: ModelConfig) -> npt.NDArray[np.uint8]:
-    """[layers, blocks, heads, bytes]"""
-    shape = config.num_layers, COUNT, config.num_kv_heads, HEAD
-    return np.random.default_rng(1).integers(1, 256, shape, np.uint8)
+def whole(config: ModelConfig) -> npt.NDArray[np.uint16]:
+    """[layers, heads, tokens, numbers]"""
+    shape = config.num_layers, config.num_kv_heads, TOKENS, NUMBERS
+    return np.random.default_rng(1).integers(1, 1 << 16, shape, np.uint16)
 
 
-def identity(part: KVRect) -> bytes:
-    return hashlib.sha256(str(part).encode()).digest()[:16]
+def items(heads: int, tokens: int) -> list[npt.NDArray[np.intp]]:
+    """Two caches a layer: heads one after the other, and anything."""
+    every = np.arange(heads * tokens * NUMBERS)
+    shuffled = np.random.default_rng(heads * tokens).permutation(every)
+    return [each.reshape(heads, tokens, NUMBERS) for each in (every, shuffled)]
 
 
-def layers_of(config: ModelConfig, pp: int) -> tuple[int, ...]:
-    return tuple(len(part.layers) for part in kv_parts(config, 1, pp))
+def identity(part: KVRect, block_size: int) -> bytes:
+    return hashlib.sha256(f"{part} {block_size}".encode()).digest()[:16]
+
+
+def caches(part: KVRect, block_size: int, kv: npt.NDArray[np.uint16]) -> list[npt.NDArray[np.uint8]]:
+    """Of a rank with this part, full of this KV."""
+    tokens, found = block_size // part.stripes.size, []
+    positions = part.stripes.position(np.arange(TOKENS // part.stripes.size)).reshape(-1, tokens)
+    for layer in part.layers:
+        for places in items(len(part.heads), tokens):
+            cache = np.zeros((len(positions), places.size), np.uint16)
+            for block, at in enumerate(positions):
+                cache[block, places.ravel()] = kv[layer, part.heads.start : part.heads.stop, at].swapaxes(0, 1).ravel()
+            found.append(cache.view(np.uint8))
+    return found
 
 
 @contextmanager
 def ranks(
-    config: ModelConfig, tp: int, pp: int, port: int, kv: npt.NDArray[np.uint8] | None = None
+    config: ModelConfig, of: KVLayout, port: int, kv: npt.NDArray[np.uint16] | None = None
 ) -> Iterator[list[KVPeers]]:
     """Of an engine with this KV, to offer, or with nothing but zeros."""
-    found, parts = [], kv_parts(config, tp, pp)
+    found, parts, block_size = [], parts_of(config, of), of.block_size
     said = TransferConfig("tcp", kv is not None, kv is None, "e", "127.0.0.1", port, buffer=1 << 24, lease=30.0)
     for rank, part in enumerate(parts):
-        blocks = [np.zeros((COUNT, len(part.heads) * HEAD), np.uint8) for _ in part.layers]
-        for cache, layer in zip(blocks, part.layers, strict=True) if kv is not None else ():
-            cache[:] = kv[layer][:, part.heads.start : part.heads.stop].reshape(COUNT, -1)
-        recut, size = Recut(config, parts, rank, blocks, identity), len(part) * HEAD
-        news = threading.Condition()
-        found.append(KVPeers(said, b"s" * 32, rank, rank, identity(part), blocks, size, recut, None, news))
+        blocks = caches(part, block_size, whole(config) * 0 if kv is None else kv)
+        recut = Recut(config, parts, rank, blocks, block_size, items, identity)
+        size, news = sum(cache.shape[1] for cache in blocks), threading.Condition()
+        found.append(KVPeers(said, b"s" * 32, rank, rank, identity(part, block_size), blocks, size, recut, None, news))
     with ExitStack() as stack:
         for each in found:
             assert not each.why
@@ -85,8 +125,25 @@ def ranks(
         yield found
 
 
-def fetch(taker: KVPeers, offer: KVOffer) -> tuple[int, str]:
-    taker.begin(KVWork(loads=(KVLoad(1, KEYS, tuple(range(COUNT)), offer),)))
+def keys_of(of: KVLayout) -> tuple[bytes, ...]:
+    return tuple(bytes([i]) * 16 for i in range(TOKENS // of.block_size))
+
+
+def offer(of: KVLayout, port: int) -> KVOffer:
+    return KVOffer("a", tuple(range(TOKENS // of.block_size)), "127.0.0.1", port, of)
+
+
+def load(of: KVOffer, own: KVLayout, first: int = 0) -> KVLoad:
+    """Of all blocks from the own one `first` on, into those with the same numbers."""
+    assert of.layout is not None
+    its = first * own.block_size // of.layout.block_size
+    said = msgspec.structs.replace(of, blocks=of.blocks[its:])
+    blocks = tuple(range(first, TOKENS // own.block_size))
+    return KVLoad(1, keys_of(of.layout)[its:], blocks, said, first)
+
+
+def fetch(taker: KVPeers, wanted: KVLoad) -> tuple[int, str]:
+    taker.begin(KVWork(loads=(wanted,)))
     found: list[KVNews] = []
     wait_until(
         "it ends", lambda: found.extend(filter(None, [taker.finished(waits=True)])) or any(n.loaded for n in found)
@@ -112,43 +169,71 @@ def port() -> int:
 @pytest.mark.parametrize(
     "config, of, to",
     [
-        (SMOLLM2, (2, 1), (1, 1)), (SMOLLM2, (1, 1), (2, 1)),  # 2 heads and 1 of 3
-        (SMOLLM2, (2, 1), (3, 1)), (SMOLLM2, (4, 1), (2, 1)),  # two ranks have the same head
-        (NINE, (4, 1), (3, 1)), (NINE, (1, 2), (1, 3)), (NINE, (2, 2), (3, 1)),  # ends of heads and stages that differ
-        (NINE, (2, 1), (2, 1)),
+        (SMOLLM2, (2,), (1,)), (SMOLLM2, (1,), (2,)),  # 2 heads and 1 of 3
+        (SMOLLM2, (2,), (3,)), (SMOLLM2, (4,), (2,)),  # two ranks have the same head
+        (NINE, (4,), (3,)), (NINE, (1, 2), (1, 3)), (NINE, (2, 2), (3,)),  # ends of heads and stages that differ
+        (NINE, (2,), (2,)),
+        # dcp, pcp, interleave, tokens of a block
+        (SMOLLM2, (1,), (1, 1, 1, 2)), (SMOLLM2, (1, 1, 1, 2), (1,)), (SMOLLM2, (1, 1, 1, 2), (1, 1, 1, 2)),
+        (SMOLLM2, (2, 1, 2), (1, 1, 1, 2)), (NINE, (2, 1, 2, 2, 4), (1, 2, 1, 3, 2)),
+        (SMOLLM2, (1, 1, 1, 2, 1, 32), (1, 1, 1, 1, 1, 16)), (SMOLLM2, (1, 1, 1, 1, 1, 16), (1, 1, 1, 2, 1, 32)),
+        (NINE, (2, 1, 2, 1, 8, 32), (1, 1, 1, 3, 1, 48)), (NINE, (1, 1, 1, 3, 16, 48), (2, 1, 1, 2, 8, 32)),
     ],
 )  # fmt: skip
-def test_every_byte_is_where_it_belongs(
-    config: ModelConfig, of: tuple[int, int], to: tuple[int, int], port: int
+@pytest.mark.parametrize("first", [0, 3])
+def test_every_number_is_where_it_belongs(
+    config: ModelConfig, of: tuple[int, ...], to: tuple[int, ...], first: int, port: int
 ) -> None:
-    kv = whole(config)
-    with ranks(config, *of, port, kv) as owners, ranks(config, *to, 0) as takers:
+    kv, theirs, own = whole(config), layout(config, *of), layout(config, *to)
+    with ranks(config, theirs, port, kv) as owners, ranks(config, own, 0) as takers:
         for owner in owners:
-            owner.begin(KVWork(offers=tuple(("a", key, i) for i, key in enumerate(KEYS))))
-        offer = KVOffer("a", tuple(range(COUNT)), "127.0.0.1", port, of[0], layers_of(config, of[1]))
-        for taker, part in zip(takers, kv_parts(config, *to), strict=True):
-            assert fetch(taker, offer) == (COUNT, "")
-            for cache, layer in zip(taker.blocks, part.layers, strict=True):
-                assert (cache == kv[layer][:, part.heads.start : part.heads.stop].reshape(COUNT, -1)).all()
-        asked = {piece.rank for part in kv_parts(config, *to) for piece in pieces(part, kv_parts(config, *of))}
+            owner.begin(KVWork(offers=tuple(("a", key, i) for i, key in enumerate(keys_of(theirs)))))
+        for taker, part in zip(takers, parts_of(config, own), strict=True):
+            wanted, heard = load(offer(theirs, port), own, first), list[int]()
+            taker.loaded = heard.extend
+            assert fetch(taker, wanted) == (len(wanted.blocks), "")
+            assert heard == list(wanted.blocks)
+            for cache, expected in zip(taker.blocks, caches(part, own.block_size, kv), strict=True):
+                assert (cache[first:] == expected[first:]).all() and not cache[:first].any()
+        held = parts_of(config, theirs)
+        asked = {piece.rank for part in parts_of(config, own) for piece in pieces(part, held)}
         for rank in asked:  # when the last has what it needs, and not before
             server = owners[rank].server
             assert server is not None
             wait_until("nothing is held", lambda server=server: len(server.offered) == 0)
 
 
-def test_what_one_of_several_ranks_lacks_does_not_count(port: int) -> None:
-    kv = whole(SMOLLM2)
-    with ranks(SMOLLM2, 2, 1, port, kv) as owners, ranks(SMOLLM2, 1, 1, 0) as (taker,):
-        for owner, count in zip(owners, (COUNT, 5), strict=True):
-            owner.begin(KVWork(offers=tuple(("a", key, i) for i, key in enumerate(KEYS[:count]))))
+@pytest.mark.parametrize(
+    "of, to, counts, come",
+    [
+        ((2,), (1,), (12, 5), 5),
+        ((1, 1, 1, 2, 1, 32), (1, 1, 1, 1, 1, 16), (18, 5), 10),
+        ((1, 1, 1, 2, 1, 32), (1, 1, 1, 1, 1, 48), (18, 5), 3),  # 160 tokens
+    ],
+)
+def test_what_one_of_several_ranks_lacks_does_not_count(
+    of: tuple[int, ...], to: tuple[int, ...], counts: tuple[int, ...], come: int, port: int
+) -> None:
+    theirs, own = layout(SMOLLM2, *of), layout(SMOLLM2, *to)
+    with ranks(SMOLLM2, theirs, port, whole(SMOLLM2)) as owners, ranks(SMOLLM2, own, 0) as (taker,):
+        for owner, count in zip(owners, counts, strict=True):
+            owner.begin(KVWork(offers=tuple(("a", key, i) for i, key in enumerate(keys_of(theirs)[:count]))))
         heard: list[int] = []
         taker.loaded = heard.extend
-        assert fetch(taker, KVOffer("a", tuple(range(COUNT)), "127.0.0.1", port, 2, (30,))) == (5, "gone")
-        assert heard == [0, 1, 2, 3, 4], "others aren't whole"
+        assert fetch(taker, load(offer(theirs, port), own)) == (come, "gone")
+        assert heard == [*range(come)], "others aren't whole"
 
 
-@pytest.mark.parametrize("tp, layers", [(10, (30,)), (2, (29,)), (2, (0, 30)), (1, ())])
-def test_a_layout_that_can_not_be_is_refused(tp: int, layers: tuple[int, ...]) -> None:
-    with ranks(SMOLLM2, 1, 1, 0) as (taker,):
-        assert fetch(taker, KVOffer("a", (0,), "127.0.0.1", 1, tp, layers)) == (0, "layout")
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        KVLayout(10, (30,), 48), KVLayout(2, (29,), 48), KVLayout(2, (0, 30), 48), KVLayout(1, (), 48),
+        KVLayout(2, (30,), 48, 2, 1, 5), KVLayout(3, (30,), 48, 2), KVLayout(1, (30,), 48, 1, 5),
+        KVLayout(1, (30,), 1 << 16, 1, 1 << 9), KVLayout(1, (30,), 1 << 16), KVLayout(9, (1,) * 30, 48),
+        KVLayout(2, (30,), 16, 1, 1 << 14, 1 << 14),
+    ],
+)  # fmt: skip
+def test_a_layout_that_can_not_be_is_refused(wrong: KVLayout) -> None:
+    with ranks(SMOLLM2, layout(SMOLLM2, 1), 0) as (taker,):
+        said = KVOffer("a", (0,), "127.0.0.1", 1, wrong)
+        assert fetch(taker, KVLoad(1, (b"0" * 16,), (0,), said)) == (0, "layout")

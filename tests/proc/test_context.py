@@ -15,8 +15,9 @@ import pytest
 
 from planaria import LLM, SamplingParams, StructuredOutputsParams
 from planaria.errors import PlanariaError
+from planaria.wire import ResizeEngine
 from tests.model.checkpoints import write_checkpoint, write_talker
-from tests.model.engines import texts
+from tests.model.engines import Engine, ask_for, texts
 from tests.model.test_deepseek import SIZES
 from tests.proc.asking import ask_all
 from tests.proc.servers import TINY, Server, needs_smollm2, planaria, wait_until
@@ -82,11 +83,16 @@ def test_to_the_last_bit(request: pytest.FixtureRequest, model: str, layout: str
         assert gang.named(gang.layout) == llm.facts.layout == named
 
 
-@pytest.mark.parametrize("layout, named", LAYOUTS.values(), ids=LAYOUTS)
-def test_fewer_ranks_and_back(small: Path, missing: Path, layout: dict[str, Any], named: str) -> None:  # noqa: F811
-    """Who is alone has all tokens; with the same requests going on."""
-    short = "tests.proc.custom.ShortLauncher"
-    two = watched_small(small, distributed_executor_backend=short, **layout)
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    representatives(product(("small", "latents"), LAYOUTS), ("small", "dcp"), ("small", "pcp"), ("latents", "pcp")),
+)
+def test_fewer_ranks_and_back(
+    request: pytest.FixtureRequest, missing: Path, model: str, layout: str  # noqa: F811
+) -> None:  # fmt: skip
+    """Who is alone has all tokens, which it gets from where they were; with the same requests going on."""
+    short, (degrees, named) = "tests.proc.custom.ShortLauncher", LAYOUTS[layout]
+    two = watched_small(request.getfixturevalue(model), distributed_executor_backend=short, **degrees)
     with two.llm:
         before = two.pids
 
@@ -96,11 +102,26 @@ def test_fewer_ranks_and_back(small: Path, missing: Path, layout: dict[str, Any]
 
         one = two.run(at=20, harm=harm)
         assert one == two.expected and two.done[-1].layout == "tp=1 pp=1"
+        core, loop = two.llm._loop.core, two.llm._loop
+        assert core is not None and not core.replayed_tokens and loop.gang.kv.kept
         missing.unlink()
         try_now(two)
-        loop = two.llm._loop
         wait_until("it has its layout again", lambda: loop.check() or len(two.pids) == 2, 120)
+        assert loop.gang.kv.kept
         assert two.run() == two.expected and two.done[-1].layout == named
+
+
+def test_another_layout_is_asked_for(small: Path) -> None:
+    """More tensor ranks, more stages, and back, with the same requests going on and nothing computed again."""
+    asked = texts(131, [(5, 30), (70, 24), (1, 40), (33, 60)])
+    with Engine(str(small), **SHARES) as engine:
+        expected = engine.run(asked)
+        for tp, pp, named in ((2, 1, "tp=2 pp=1 pcp=2"), (1, 2, "tp=1 pp=2 pcp=2"), (1, 1, "tp=1 pp=1 pcp=2")):
+            wish = ResizeEngine(named, tp, pp)
+            assert engine.run(asked, 30, lambda wish=wish: ask_for(engine.loop, wish)) == expected
+            assert (engine.resized[-1].layout, engine.resized[-1].error) == (named, "")
+        core = engine.loop.core
+        assert core is not None and not core.replayed_tokens
 
 
 @pytest.fixture(scope="module")
@@ -188,13 +209,13 @@ def test_what_users_are_told(small: Path) -> None:
         assert all(part in one_line(result.stderr) for part in says)
 
 
-@pytest.mark.long
-def test_prompts_go_on_in_engines_of_the_other_kind(small: Path) -> None:
+@pytest.mark.parametrize("degrees", [["-pcp", "2"], pytest.param(["-tp", "2", "-dcp", "2"], marks=pytest.mark.long)])
+def test_prompts_go_on_in_engines_of_the_other_kind(small: Path, degrees: list[str]) -> None:
     """Each rank reads its own tokens of what the other engine lends."""
     with LLM(str(small), skip_tokenizer_init=True, **{**FEW, "max_model_len": 1024}) as llm:
         params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for _, count in ASKED]
         expected = [output.outputs[0].token_ids for output in llm.generate([prompt for prompt, _ in ASKED], params)]
-    kinds = ["--prefill-engines", "1", "--decode-engines", "1", "-tp", "2", "-dcp", "2"]
+    kinds = ["--prefill-engines", "1", "--decode-engines", "1", *degrees]
     with Server(str(small), *TINY, *kinds, "--max-num-seqs", "32", "--max-num-batched-tokens", "64") as server:
         assert ask_all(server.url, str(small), ASKED) == expected
         assert metric(server, "planaria:kv_transfer_blocks_total") > 15

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,14 @@ Ends = tuple[Server, Server, Proxy]
 
 
 def serve(
-    model: Path, port: int, role: str, *, connector: str = "tcp", tp: int = 1, pcp: int = 1, **more: Any
+    model: Path, port: int, role: str, *, connector: str = "tcp", tp: int = 1, pcp: int = 1, dcp: int = 1, **more: Any
 ) -> Server:
     """With what stands for others' packages, where they aren't installed."""
     config = {"kv_connector": connector, "kv_role": role, "kv_connector_extra_config": more}
     config |= {"kv_port": port} if port else {}
     return Server(
         str(model), "--served-model-name", "m", "--skip-tokenizer-init", "--dtype", "float32", "--threads", "1",
-        "-tp", str(tp), "-pcp", str(pcp), "--max-model-len", "1024", "--kv-cache-memory", "16MiB",
+        "-tp", str(tp), "-pcp", str(pcp), "-dcp", str(dcp), "--max-model-len", "1024", "--kv-cache-memory", "16MiB",
         "--kv-transfer-config", json.dumps(config),
         env={"PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(FOLDER)])},
     )  # fmt: skip
@@ -233,6 +234,62 @@ def test_heads_go_where_another_layout_has_them(small: Path) -> None:
             wait_until("nothing is held", lambda server=computes: held(server) == 0)
 
 
+PCP, DCP, ONE = {"pcp": 2}, {"tp": 2, "dcp": 2}, dict[str, int]()
+
+
+@pytest.mark.parametrize(
+    ("connector", "layouts"),
+    [
+        ("tcp", (PCP, ONE)), pytest.param("tcp", (DCP, PCP), marks=pytest.mark.long),
+        pytest.param("NixlConnector", (PCP, DCP), marks=pytest.mark.long),
+    ],
+)  # fmt: skip
+def test_tokens_go_where_other_context_ranks_have_them(
+    small: Path, connector: str, layouts: tuple[dict[str, int], ...]
+) -> None:
+    """Both ways; blocks of one have twice as many tokens as the other's, or as many."""
+    port = free_port()
+    ports = (port, port + 50 if port < 65000 else port - 50)
+    given: dict[str, Any] = {"backends": ["UCX"]} if connector != "tcp" else {}
+    one, other = (serve(small, at, "kv_both", connector=connector, **layout, **given)
+                  for at, layout in zip(ports, layouts, strict=True))  # fmt: skip
+    with one, other:
+        for seed, (computes, goes_on) in enumerate(((one, other), (other, one)), 80):
+            expected = ask(goes_on.url, mixed(seed), cache_salt="alone")
+            params = ask(computes.url, mixed(seed), max_tokens=1, kv_transfer_params=NOBODY)["kv_transfer_params"]
+            answer = ask(goes_on.url, mixed(seed), kv_transfer_params=params)
+            assert tokens(answer) == tokens(expected) and cached(answer) == 18 * 32
+            wait_until("nothing is held", lambda server=computes: held(server, connector) == 0)
+
+
+@pytest.mark.parametrize("layout", [PCP, pytest.param(DCP, marks=pytest.mark.long)], ids=["pcp", "dcp"])
+def test_a_context_rank_that_is_stopped_or_dies_in_the_midst_costs_time(small: Path, layout: dict[str, int]) -> None:
+    """Its tokens never come, those of its neighbour do. A rank that fetches dies meanwhile, then a prefill engine."""
+    port = free_port()
+    with (
+        serve(small, port, "kv_producer", **layout) as one,
+        serve(small, port + 50 if port < 65000 else port - 50, "kv_consumer", **layout) as other,
+        ThreadPoolExecutor() as pool,
+    ):
+        expected = [tokens(ask(other.url, mixed(90 + i), cache_salt="alone")) for i in range(4)]
+        asked = [ask(one.url, mixed(90 + i), max_tokens=1, kv_transfer_params=NOBODY) for i in range(3)]
+        params = [answer["kv_transfer_params"] for answer in asked]
+        answer = ask(other.url, mixed(90), kv_transfer_params=params[0])
+        assert tokens(answer) == expected[0] and cached(answer) == 18 * 32
+        stopped = one.rank_pids()[1]
+        os.kill(stopped, signal.SIGSTOP)
+        coming = pool.submit(ask, other.url, mixed(91), kv_transfer_params=params[1])
+        os.kill(other.rank_pids()[1], signal.SIGKILL)
+        assert tokens(coming.result()) == expected[1]
+        answer = ask(other.url, mixed(92), kv_transfer_params=params[2])
+        assert tokens(answer) == expected[2] and cached(answer) == 0
+        os.kill(stopped, signal.SIGKILL)
+        os.kill(one.engine_pids()[0], signal.SIGKILL)
+        answer = ask(one.url, mixed(93), max_tokens=1, kv_transfer_params=NOBODY)
+        answer = ask(other.url, mixed(93), kv_transfer_params=answer["kv_transfer_params"])
+        assert tokens(answer) == expected[3]
+
+
 def test_nixl_brings_heads_to_another_layout(small: Path) -> None:
     port = free_port()
     ports = (port, port + 50 if port < 65000 else port - 50)
@@ -248,10 +305,13 @@ def test_nixl_brings_heads_to_another_layout(small: Path) -> None:
 
 
 @pytest.mark.long
-def test_ranks_and_engines_that_die_on_either_side_are_replaced_and_blocks_come_again(small: Path) -> None:
+@pytest.mark.parametrize("layout, blocks", [({"tp": 2}, BLOCKS * 16), (PCP, 18 * 32), (DCP, 18 * 32)])
+def test_ranks_and_engines_that_die_on_either_side_are_replaced_and_blocks_come_again(
+    small: Path, layout: dict[str, int], blocks: int
+) -> None:
     port = free_port()
     with (
-        serve(small, port, "kv_producer", tp=2) as one, serve(small, port, "kv_consumer", tp=2) as other,
+        serve(small, port, "kv_producer", **layout) as one, serve(small, port, "kv_consumer", **layout) as other,
         Proxy(one.url, other.url) as proxy,
     ):  # fmt: skip
         for number, dies in enumerate((None, one.rank_pids, other.rank_pids, one.engine_pids, other.engine_pids)):
@@ -260,4 +320,4 @@ def test_ranks_and_engines_that_die_on_either_side_are_replaced_and_blocks_come_
             for seed in (50 + 2 * number, 51 + 2 * number):
                 answer = ask(proxy.url, mixed(seed))
                 assert tokens(answer) == tokens(ask(other.url, mixed(seed), cache_salt="alone"))
-            assert cached(answer) == BLOCKS * 16
+            assert cached(answer) == blocks

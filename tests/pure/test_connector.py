@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+import msgspec
 import pytest
 
 from planaria.config.options import CacheConfig, SchedulerConfig
 from planaria.core import connector, transfer
 from planaria.core.connector import LaneConnector, Rates
 from planaria.core.engine import EngineCore
+from planaria.core.kv_cache import chain
 from planaria.protocol import KVLoad, KVNews, StepPlan, StepResult, StoreNews
-from planaria.types import Delta, FinishReason, KVOffer, Request, SamplingParams
+from planaria.types import Delta, FinishReason, KVLayout, KVOffer, Request, SamplingParams
 from tests.reference_worker import HashWorker, hash_tokens
 
 VOCAB, SIZE = 40, 4
@@ -382,6 +384,28 @@ def test_what_is_offered_here_is_fetched_and_a_peer_that_says_nothing_is_given_u
     assert ranks.tokens["b"] == EXPECTED and ranks.core.lanes[0].pool.num_free == 32
     stats = ranks.core.tier.transfers
     assert (stats.blocks, stats.failed) == (0, {"slow": 1})
+
+
+@pytest.mark.parametrize(
+    ("its", "count", "first", "come", "places"),
+    [(8, 3, 0, 6, (0, 1, 2)), (8, 4, 1, 5, (0, 1, 2)), (2, 9, 0, 4, (*range(8),)), (6, 4, 2, 4, (1, 2, 3))],
+)  # fmt: skip
+def test_blocks_of_another_size_are_asked_for_by_their_own_keys(
+    its: int, count: int, first: int, come: int, places: tuple[int, ...]
+) -> None:
+    """Blocks here have 4 tokens, and the first ones are there already."""
+    ranks = Ranks([{}, {}])
+    if first:
+        ranks.ask("a", PROMPT[: 4 * first + 1], 1)
+        ranks.run()
+    offer = KVOffer("a", tuple(range(count)), "10.0.0.1", 14579, KVLayout(1, (1,), its))
+    ranks.ask("b", PROMPT, 6, lease=offer)
+    ranks.step()
+    (load,) = ranks.open
+    keys = chain(PROMPT, its, [], ranks.core.lanes[0].scope.root())
+    assert load.lease == msgspec.structs.replace(offer, blocks=places)
+    assert load.keys == tuple(keys[place] for place in places)
+    assert (len(load.blocks), load.first) == (come, first)
 
 
 def test_who_goes_on_elsewhere_without_memory_in_common_takes_an_offer_along() -> None:

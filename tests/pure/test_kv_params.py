@@ -10,20 +10,22 @@ from planaria.config.options import TransferConfig
 from planaria.server.schema import CompletionRequest
 from planaria.server.stream import Choices
 from planaria.server.transfer import Transfers
-from planaria.types import KVOffer, SamplingParams
+from planaria.types import KVLayout, KVOffer, SamplingParams
 from planaria.wire import Submit
 
+LAYOUT = KVLayout(2, (3, 2), 32, 2, 3, 4)
 SUBMIT = Submit("r", [*range(40)], SamplingParams(), 0, max_tokens=2)
 
 
 def transfers(serves: bool) -> Transfers:
-    return Transfers(TransferConfig("tcp", serves, not serves, "e", "10.0.0.1", 14579), b"k" * 32, 2, (3, 2))
+    layout = LAYOUT if serves else KVLayout(1, (5,), 16)
+    return Transfers(TransferConfig("tcp", serves, not serves, "e", "10.0.0.1", 14579), b"k" * 32, layout)
 
 
 def handed_over() -> dict[str, Any]:
     choices = Choices(SUBMIT.prompt, [SUBMIT], None)
     choices.sequences[0].engine = type("Third", (), {"index": 2})  # type: ignore[assignment]
-    return transfers(True).answer(choices, 16)
+    return transfers(True).answer(choices)
 
 
 def offer_of(params: dict[str, Any]) -> Any:
@@ -32,15 +34,21 @@ def offer_of(params: dict[str, Any]) -> Any:
     return submit.lease
 
 
+@pytest.mark.row("D5")
+def test_each_engine_has_an_id_of_its_own() -> None:
+    assert handed_over()["remote_engine_id"] == "e_dp2"
+
+
 def test_an_offer_comes_as_it_was_made() -> None:
-    assert offer_of(handed_over() | {"remote_layers": [3, 2]}) == KVOffer("r", (0, 1), "10.0.0.1", 14587, 2, (3, 2))
+    assert offer_of(handed_over() | {"remote_layers": [3, 2]}) == KVOffer("r", (0,), "10.0.0.1", 14603, LAYOUT)
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {"remote_host": "10.0.0.2"}, {"remote_port": 14579}, {"remote_request_id": "s"}, {"tp_size": 1},
-        {"remote_layers": [2, 3]}, {"remote_layers": None}, {"remote_signature": "0" * 64}, {"remote_signature": None},
+        {"remote_layers": [2, 3]}, {"remote_layers": None}, {"remote_block_size": 16}, {"remote_dcp_size": 1},
+        {"remote_pcp_size": 2}, {"remote_interleave": 1}, {"remote_signature": "0" * 64}, {"remote_signature": None},
     ],
 )  # fmt: skip
 def test_nothing_of_it_can_be_changed(change: dict[str, Any]) -> None:

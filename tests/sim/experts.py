@@ -52,7 +52,7 @@ class Experts:
 
     @property
     def group(self) -> tuple[int, ...]:
-        return self.layout.group(self.process.rank, "dp", "tp")
+        return self.layout.group(self.process.rank, "dp", "pcp", "tp")
 
     @property
     def own(self) -> int:
@@ -67,7 +67,7 @@ class Experts:
         return slots[span.start : span.stop]
 
     def configured(self, layout: Layout) -> Maps:
-        placed = expert_map(self.config.model, self.config.parallel, layout.dp * layout.tp)
+        placed = expert_map(self.config.model, self.config.parallel, layout.expert_ranks)
         return (placed.slots,) * self.num_layers if placed is not None else ()
 
     def takes_part(self, moves: Iterable[Move]) -> bool:

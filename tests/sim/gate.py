@@ -40,6 +40,9 @@ class Gate:
 
     def arrive(self, rank: int, number: int, command: Command) -> None:
         self.here[rank] = number, command
+        worker = self.link.ports[rank].worker
+        if worker is not None and worker.context is not None:
+            worker.context.give()
         if isinstance(command, Regroup):
             self.layout, size = command.layout, self.link.num_ranks
             self.sim.world.require(self.layout.size == size, "layout", f"{command} for {size} ranks")
@@ -72,13 +75,16 @@ class Gate:
                     del self.here[peer]
                 if isinstance(command, StepPlan):
                     self._agree(number, peers)
+                    for worker in filter(None, (self.link.ports[peer].worker for peer in peers)):
+                        if worker.context is not None:
+                            worker.context.see()
                 for peer in peers:
                     self.link.ports[peer].go(number, command)
 
     def _peers(self, rank: int, command: Command) -> Sequence[int]:
         if isinstance(command, Regroup):
             return range(len(self.done))
-        group = self.layout.group(rank, "dp", "tp")
+        group = self.layout.group(rank, "dp", "pcp", "tp")
         if isinstance(command, SendExperts):
             return [peer for peer in group if self.link.ports[peer].experts.takes_part(command.moves)]
         return group
@@ -90,7 +96,7 @@ class Gate:
         if isinstance(command, Regroup | SendExperts) or layout.pp == 1:
             return True
         if layout.coords(rank).pp:  # what the stage before hands over
-            return all(self.done[peer - layout.tp] >= number for peer in peers)
+            return all(self.done[peer - layout.tp * layout.pcp] >= number for peer in peers)
         return all(self.done[last] >= self.before[number] for last in layout.drawing)  # tokens come back from there
 
     def _agree(self, number: int, peers: Sequence[int]) -> None:

@@ -8,21 +8,22 @@ from __future__ import annotations
 import contextlib
 import random
 from array import array
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from planaria.core.kv_index import BufferIndex, begin, found
 from planaria.hosts.kv_keys import Shape
 from planaria.hosts.memory import KVMemory
-from planaria.models import deal as kv_parts
 from planaria.protocol import Allocate, KVCut, StepPlan
 from planaria.topology import Layout
 from planaria.topology import kv_parts as pieces_of
+from planaria.worker.kv_layout import common, parts_of_kv
+from tests.sim.tier import GARBAGE
 
 if TYPE_CHECKING:
     from tests.sim.process import Process, SimWorker
-
-GARBAGE = 7
 
 
 class EngineMemory:
@@ -137,24 +138,44 @@ class SimMemory:
 
     def _cut(self, process: Process, cut: KVCut, worker: SimWorker) -> list[int]:
         """Give it what ranks of another layout had. Cells of the wrong ones, or that differ, are anything."""
-        model, (lane, *_) = process.sim.scenario.config.model, process.layout.coords(process.rank)
-        before, after = (kv_parts.kv_parts(model, each.tp, each.pp) for each in (cut.layout, process.layout))
+        config, (lane, *_) = process.sim.scenario.config, process.layout.coords(process.rank)
+        before, after = (parts_of_kv(config, each) for each in (cut.layout, process.layout))
         own, size = after[process.rank % len(after)], len(before)
         found = pieces_of.pieces(own, before)
-        right = _cells(own) == {cell for piece in found for cell in _cells(piece.part) & _cells(before[piece.rank])}
         sources = [self.parts[process.device.node, lane * size + p.rank, cut.number % 2] for p in found]
         for _, epoch, layout, source in sources:
             spoil(source, self._everywhere(epoch, layout))
+        here = len(worker.cells[0])
+        places: list[dict[tuple[int, int], tuple[int, int]]] = [
+            {} for _ in range(here)
+        ]  # by layer and head: whose cell
+        for number, piece in enumerate(found):
+            held = before[piece.rank]
+            both = _cells(piece.part) & _cells(held)
+            for at, its in self._in_both(own, held, piece, here, config.tokens_here(cut.layout)):
+                places[at].update(dict.fromkeys(both, (number, its)))
         damaged = []
         full = array("i", cut.full[lane]) if cut.full else array("i")
         for new, old in enumerate(array("i", cut.blocks[lane])):
-            columns = zip(*(source.cells[old] for *_, source in sources), strict=True)
-            worker.cells[new] = [cells[0] if right and len({*cells}) == 1 else GARBAGE for cells in columns]
+            for at, of in enumerate(places):
+                cells = {sources[number][3].cells[old][its] for number, its in of.values()}
+                worker.cells[new][at] = cells.pop() if of.keys() == _cells(own) and len(cells) == 1 else GARBAGE
             if new in full:
                 worker.sums[new] = worker.sum(new)
                 if any(source.sums.get(old) != source.sum(old) for *_, source in sources):
                     damaged.append(new)
         return damaged
+
+    @staticmethod
+    def _in_both(
+        own: pieces_of.KVRect, held: pieces_of.KVRect, piece: pieces_of.KVPiece, here: int, there: int
+    ) -> Iterator[tuple[int, int]]:
+        """Cells of a block here, and where they are there."""
+        counts = (len(own.heads), here), (len(held.heads), there)
+        items = ([np.arange(heads * tokens).reshape(heads, tokens, 1)] for heads, tokens in counts)
+        ((to, of),) = common(own, next(items), held, next(items), piece.part.heads)
+        every = np.arange(len(own.heads) * here)[to], np.arange(len(held.heads) * there)[of]
+        yield from zip((every[0] % here).tolist(), (every[1] % there).tolist(), strict=True)
 
     def scribble(self, process: Process) -> None:
         """It leaves in the midst of a step."""
@@ -171,4 +192,4 @@ class SimMemory:
         self.scribbled += 1
         full = [block for block, found in worker.sums.items() if found == worker.sum(block)]
         for block in self.chance.sample(full, min(self.chance.randint(1, 4), len(full))):
-            worker.cells[block][self.chance.randrange(worker.block_size)] = GARBAGE
+            worker.cells[block][self.chance.randrange(len(worker.cells[block]))] = GARBAGE

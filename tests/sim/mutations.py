@@ -24,6 +24,14 @@ from planaria.executor.reply_ledger import ReplyLedger, Ticket
 from planaria.protocol import LaneResult, Reply, StepResult
 from planaria.types import Delta
 from tests.reference_worker import RowState, Rule, Work, mix
+from tests.sim.context_mutations import (
+    answer_with_the_last_share,
+    compute_the_neighbours_share,
+    forget_the_prefill_rank,
+    gather_the_last_share_first,
+    leave_a_token_to_the_next_share,
+    take_the_first_tokens,
+)
 from tests.sim.fleet_mutations import (
     always_healthy,
     count_no_fault_of_who_leaves,
@@ -395,6 +403,12 @@ MUTATIONS = [
     Mutation("check what has a key", check_what_has_a_key, WRONG_TOKENS, soon=900),
     Mutation("take the first heads of another layout", take_the_first_heads, WRONG_TOKENS, soon=230),
     Mutation("keep numbers of blocks in another layout", keep_old_numbers_of_blocks, WRONG_TOKENS, soon=106),
+    Mutation("take the first tokens of another layout", take_the_first_tokens, WRONG_TOKENS, soon=290),
+    Mutation("compute the neighbour's share", compute_the_neighbours_share, WRONG_TOKENS),
+    Mutation("gather the last share first", gather_the_last_share_first, WRONG_TOKENS),
+    Mutation("leave a token to the next share", leave_a_token_to_the_next_share, WRONG_TOKENS),
+    Mutation("answer with the last share", answer_with_the_last_share, WRONG_TOKENS | {"ends", "crash"}),
+    Mutation("forget the prefill rank", forget_the_prefill_rank, WRONG_TOKENS | {"crash"}),
     Mutation("write down what is planned", write_down_what_is_planned, WRONG_TOKENS, soon=640),
     Mutation("keep blocks of who has ended", keep_blocks_of_who_has_ended, frozenset({"leaks", "ends"})),
     Mutation("read no checksum", read_no_checksum, TIER, soon=100),

@@ -34,10 +34,11 @@ from planaria.protocol import (
     StepResult,
 )
 from planaria.topology import Layout
-from tests.reference_worker import HashWorker, RowState, mix
+from tests.reference_worker import HashWorker, RowState, Work, mix, number_of
+from tests.sim.context import Context
 from tests.sim.experts import Experts
 from tests.sim.scenario import VOCAB
-from tests.sim.tier import WAIT, SimTier
+from tests.sim.tier import GARBAGE, WAIT, SimTier
 
 if TYPE_CHECKING:
     from tests.sim.launcher import Device
@@ -45,7 +46,9 @@ if TYPE_CHECKING:
     from tests.sim.simulation import Simulation
 
 PULSE = 1.0
-Part = tuple[int, int, int]  # rank in its lane, tensor ranks, stages: lanes hold the same
+Part = tuple[
+    int, int, int
+]  # place in a stage and its number, tensor ranks, stages: lanes and context ranks hold the same
 NOTICED = 0.05  # seconds after a process's end until its watcher knows
 
 
@@ -266,7 +269,13 @@ class Process:
     @property
     def _own(self) -> Part:
         layout = self.layout
-        return self.rank % (layout.tp * layout.pp), layout.tp, layout.pp
+        at = layout.coords(self.rank)
+        return at.pp * layout.tp + at.tp, layout.tp, layout.pp
+
+    @property
+    def context(self) -> Context | None:
+        """None: it has all tokens."""
+        return Context(self) if self.sim.scenario.config.parallel.context(self.layout).size > 1 else None
 
     @property
     def _is_prepared(self) -> bool:
@@ -323,6 +332,7 @@ class Process:
             return Failed(self.rank, _PHASE.get(type(command), "step"), "out of memory", "Traceback", "capacity")
         match command:
             case Join():
+                self.moved = self.moved or command.layout.pcp != self.layout.pcp  # a rank may be of another stage then
                 self.layout = command.layout
                 has = self.part == self._own or self._is_prepared
                 return Hello(self.rank, self.pid, "sim", "sim", "127.0.0.1", experts=self.experts.held() if has else (),
@@ -346,7 +356,12 @@ class Process:
                 self.worker = self.sim.new_worker(self, command.num_blocks)
                 damaged = self.sim.memory.allocate(self, command, self.worker)
                 self.sim.counts["blocks found scribbled over"] += len(damaged)
-                self.sim.counts["KV cut anew"] += command.recut is not None and self.rank == 0
+                if command.recut is not None and self.rank == 0:
+                    self.sim.counts["KV cut anew"] += 1
+                    contexts = {
+                        self.sim.scenario.config.parallel.context(each) for each in (self.layout, command.recut.layout)
+                    }
+                    self.sim.counts["KV cut anew by tokens"] += len(contexts) > 1
                 facts: dict[str, Any] = {"damaged": damaged}
                 if self.sim.disk is not None:
                     self.tier = SimTier(self, self.sim.disk)
@@ -398,12 +413,13 @@ class Process:
             return Failed(self.rank, "step", "RuntimeError: poisoned", "Traceback: poisoned")
         except Exception as e:
             self.world.require(False, "plan", f"rank {self.rank} can't carry out step {plan.step}: {e}")
-        self.worker.checked(plan.step)
+        self.worker.checked()
         self.sim.memory.finished(self, plan.step)
         assert self.link is not None
         self.link.agree(plan.step, own, lane)
-        if self.rank not in self.layout.drawing:  # only the first of the last stage has tokens
-            lane = LaneResult([], [])
+        context = self.worker.context
+        if self.rank not in self.layout.drawing or not (context is None or context.draws):
+            lane = LaneResult([], [])  # only the first of the last stage has tokens
         news = self.tier.finished() if self.tier is not None else None
         return StepResult(plan.epoch, plan.step, (lane,), seconds, self.experts.prepared, news)
 
@@ -425,8 +441,13 @@ class SimWorker(HashWorker):
         scenario = process.sim.scenario
         size = scenario.config.cache.block_size
         super().__init__(num_blocks, size, VOCAB)
+        self.context = process.context
+        here = size if self.context is None else size // self.context.own.size
         if scenario.garbage:
-            self.cells = [[process.world.random.getrandbits(30)] * size for _ in range(num_blocks)]
+            self.cells = [[process.world.random.getrandbits(30)] * here for _ in range(num_blocks)]
+        elif self.context is not None:
+            self.cells = [[None] * here for _ in range(num_blocks)]
+        self.told: dict[tuple[int, int], int] = {}  # of the step, where others have cells, too: by block and offset
         self.written: dict[int, list[tuple[int, int]]] = {}  # by step: cells
         self.sums: dict[int, int] = {}  # of blocks that were full
         self.pid = getattr(process, "pid", 0)
@@ -445,19 +466,58 @@ class SimWorker(HashWorker):
 
             self.books.apply = checked  # type: ignore[method-assign,assignment]
 
-    def _compute(self, row: int, state: RowState, position: int, token: int) -> None:
-        super()._compute(row, state, position, token)
+    def _compute_all(self, every: list[Work]) -> None:
+        if self.context is None:
+            return super()._compute_all(every)
+        self.told = {}
+        places: list[tuple[list[int], int]] = []
+        for work in every:
+            state = self.books.rows[work.row]
+            self._look(state, work.start)
+            places += [(state.blocks, position) for position in range(work.start, work.start + work.size)]
+        super()._compute_all(every)
+        computed = [self.told[blocks[at // self.block_size], at % self.block_size] for blocks, at in places]
+        cells = self.context.gathered(computed) + [GARBAGE] * len(places)
+        for (blocks, at), cell in zip(places, cells, strict=False):
+            self._store(blocks, at, cell)
+
+    def _look(self, state: RowState, start: int) -> None:
+        """At each cell of what a row has behind it."""
+        h, number = 0, number_of(self.adapter(state))
+        for position in range(start):
+            h = mix(h, state.tokens[position], *number)
+            if self._cell(state.blocks, position) != h:
+                index, offset = divmod(start - 1, self.block_size)
+                self.told[state.blocks[index], offset] = GARBAGE
+                return
+
+    def _cell(self, blocks: list[int], position: int) -> int | None:
+        if self.context is None:
+            return super()._cell(blocks, position)
         index, offset = divmod(position, self.block_size)
-        self.written.setdefault(self.books.step, []).append((state.blocks[index], offset))
+        found = self.told.get((blocks[index], offset))
+        return self.context.cell(blocks[index], offset) if found is None else found
+
+    def _store(self, blocks: list[int], position: int, cell: int) -> None:
+        index, offset = divmod(position, self.block_size)
+        block, at = blocks[index], offset
+        self.sums.pop(block, None)  # it isn't full any more, or not yet
+        if self.context is not None:
+            self.told[block, offset] = cell
+            at = self.context.own.local(offset) if self.context.own.here(offset) else -1
+        if at >= 0:
+            self.cells[block][at] = cell
+            self.written.setdefault(self.books.step, []).append((block, at))
 
     def sum(self, block: int) -> int:
         return mix(*(cell or 0 for cell in self.cells[block]))
 
-    def checked(self, step: int) -> None:
-        """The step's blocks have their checksums."""
-        for block, offset in self.written.get(step, ()):
-            if offset == self.block_size - 1:
-                self.sums[block] = self.sum(block)
+    def checked(self) -> None:
+        """Blocks that a step has filled have their checksums; what was only guessed fills none."""
+        for state in self.books.rows.values():
+            for block in state.blocks[: state.cursor // self.block_size]:
+                if block not in self.sums:
+                    self.sums[block] = self.sum(block)
 
     def draft(self, state: RowState, position: int, most: int) -> list[int]:
         """No further than to what can't be computed: the tokens before it would be lost with the rank."""

@@ -163,6 +163,7 @@ class Remote:
         self.ended = 0.0
         self.core: EngineCore | None = None
         self.worker: HashWorker
+        self.context = None  # it has all tokens
         self._plans: deque[StepPlan] = deque()
         self._busy = False
         self._life = 0

@@ -24,7 +24,8 @@ FENCED = 65.0  # seconds after which a rank that does not come to a new epoch is
 def name(layout: Layout, asked: int) -> str:
     """asked: context ranks; as many of them as divide both share a sequence's tokens."""
     shared = max(size for size in range(1, layout.tp + 1) if asked % size == layout.tp % size == 0)
-    degrees = f"tp={layout.tp} pp={layout.pp}" + ("" if shared == 1 else f" dcp={shared}")
+    degrees = f"tp={layout.tp} pp={layout.pp}" + ("" if layout.pcp == 1 else f" pcp={layout.pcp}")
+    degrees += "" if shared == 1 else f" dcp={shared}"
     return degrees if layout.dp == 1 else f"dp={layout.dp} {degrees}"
 
 
@@ -213,7 +214,7 @@ class Rules:
             return
         if not (faults or self.sim.loop.dead or before in shortages or gang.epoch > wish.epoch + 1):
             require(now == before, "layout", f"{now} after {asked} was refused, it was {before}")
-        if possible and self.sim.fits(Layout(tp=asked.tp, pp=asked.pp, dp=max(1, asked.dp))):
+        if possible and self.sim.fits(Layout(tp=asked.tp, pp=asked.pp, dp=max(1, asked.dp), pcp=before.pcp)):
             require(not calm or wish.another or bool(self.sim.wishes), "layout", f"{asked} was possible: {done.error}")
 
     def gave_up(self, dead: Dead) -> None:

@@ -46,6 +46,7 @@ DEVICES = ("device leaves", "node leaves", "node will leave", "device is bad")
 NO_DEVICE = ("no device",)
 
 MOST = 4  # ranks along an axis
+MOST_RANKS = 6  # where some share a step
 MODEL = ModelConfig(
     architecture="Hash", hidden_size=1, intermediate_size=32 * MOST, num_layers=MOST, num_heads=MOST,
     num_kv_heads=MOST, head_dim=1, vocab_size=16 * MOST, max_position=1024, norm_eps=0.0, rope=RopeConfig(),
@@ -141,14 +142,29 @@ def with_vectors(scenario: Scenario) -> Scenario:
 
 
 def with_context(seed: int, config: EngineConfig) -> EngineConfig:
-    """Some have tensor ranks that share the tokens of a sequence."""
+    """Some have ranks that share the tokens of a sequence, and of a step. Those have fewer, larger blocks, and more
+    experts."""
     chance, parallel = random.Random(f"context of {seed}"), config.parallel
     tp = parallel.tensor_parallel_size
     size = chance.choice([size for size in range(1, tp + 1) if tp % size == 0])
-    shared = msgspec.structs.replace(
-        parallel, decode_context_parallel_size=size, cp_kv_cache_interleave_size=chance.choice([1, 1, 2])
-    )
-    return msgspec.structs.replace(config, parallel=shared)
+    interleave, shares = chance.choice([1, 1, 2]), chance.choice([1, 1, 1, 1, 2, 2, 3])
+    if parallel.world_size * shares > MOST_RANKS:
+        shares = 1
+    parallel = msgspec.structs.replace(
+        parallel, decode_context_parallel_size=size, prefill_context_parallel_size=shares,
+        cp_kv_cache_interleave_size=interleave,
+    )  # fmt: skip
+    cache, model, turn = config.cache, config.model, size * shares * interleave
+    if size * shares > 1 and cache.block_size % turn:
+        assert cache.memory is not None
+        tokens = -(-cache.block_size // turn) * turn
+        needed = -(-config.scheduler.max_model_len // tokens) * BLOCK_BYTES
+        memory = max(needed, cache.memory * cache.block_size // tokens // BLOCK_BYTES * BLOCK_BYTES)
+        cache = msgspec.structs.replace(cache, block_size=tokens, memory=memory)
+    if model.moe is not None and shares > 1:
+        moe = msgspec.structs.replace(model.moe, num_experts=model.moe.num_experts + MOST * (shares - 1))
+        model = msgspec.structs.replace(model, moe=moe)
+    return msgspec.structs.replace(config, parallel=parallel, cache=cache, model=model)
 
 
 def with_tier(scenario: Scenario) -> Scenario:

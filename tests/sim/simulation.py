@@ -91,6 +91,8 @@ class Simulation:
         self.disk = SimDisk(self) if scenario.config.cache.kv_tier is not None else None
         config = scenario.config
         self.counts["several lanes"] += config.parallel.lanes > 1
+        self.counts["context ranks"] += config.parallel.decode_context_parallel_size > 1
+        self.counts["prefill context ranks"] += config.parallel.prefill_context_parallel_size > 1
         self.launcher = SimLauncher(self, scenario.nodes, config.parallel.layout, config.faults.spare_workers)
         self.link: SimLink | None = None
         self.links: list[SimLink] = []
@@ -113,7 +115,8 @@ class Simulation:
     def block_bytes(self, layout: Layout) -> int:
         """Of a KV block on each rank: more, where fewer ranks of a lane share it."""
         asked = self.scenario.config.parallel.layout
-        more = asked.tp * asked.pp / (layout.tp * layout.pp) if self.scenario.tight else 1
+        ranks, wanted = (each.tp * each.pp * each.pcp for each in (layout, asked))
+        more = wanted / ranks if self.scenario.tight else 1
         return max(BLOCK_BYTES, int(BLOCK_BYTES * more))
 
     def fits(self, layout: Layout) -> bool:

@@ -20,6 +20,7 @@ from planaria.core.kv_cache import KeyScope, chain
 from planaria.protocol import KVLoad, KVNews, KVWork, StoreNews
 from planaria.topology import Layout
 from planaria.worker import kv, kv_store
+from planaria.worker.parts import context_of
 from tests.reference_worker import mix, number_of
 from tests.sim.scenario import BLOCK_BYTES
 
@@ -32,6 +33,7 @@ File = tuple[bytes, bytearray]  # head and payload
 HARMS = ("flip", "cut", "vanish", "of another block", "of another part", "all vanish", "read-only", "slow")
 BEFORE = "of before"  # weights that there once were
 WAIT = 0.02
+GARBAGE = 7  # a cell that was spoilt
 
 
 class SimDisk:
@@ -62,21 +64,22 @@ class SimDisk:
     def _fill(self) -> None:
         """What a server of before has left, with these weights or with others."""
         layout = self.scenario.config.parallel.layout
+        ranks = layout.tp * layout.pp * layout.pcp
         if self.chance.random() < 0.7:
-            for rank in range(layout.tp * layout.pp):
+            for rank in range(ranks):
                 identity = kv.identity_of(self.scenario.config, layout, rank, "sim", "")
                 for key, cells in self.truth.items():
                     if self.chance.random() < 0.98:
-                        self.keep(identity, "", rank, key, cells)
+                        self.keep(identity, "", rank, key, self.here(cells, layout, rank))
         if self.chance.random() < 0.5:
             size = self.scenario.config.cache.block_size
-            for rank in range(layout.tp * layout.pp):
+            for rank in range(ranks):
                 identity = kv.identity_of(self.scenario.config, layout, rank, "sim", BEFORE)
                 for asked in self.scenario.asked.values():
                     submit = asked.submit
                     root = KeyScope(BEFORE, "float32").root(submit.cache_salt, submit.adapter)
                     for i, key in enumerate(chain(submit.prompt, size, [], root)):
-                        self.keep(identity, BEFORE, rank, key, [7 + i] * size)
+                        self.keep(identity, BEFORE, rank, key, self.here([7 + i] * size, layout, rank))
 
         self._of_other_context(layout)
 
@@ -93,10 +96,15 @@ class SimDisk:
         ]
         for other in others:
             left = msgspec.structs.replace(config, parallel=msgspec.structs.replace(parallel, **other))
-            for rank in range(layout.tp * layout.pp) if chance.random() < 0.5 else ():
+            for rank in range(layout.tp * layout.pp * layout.pcp) if chance.random() < 0.5 else ():
                 identity = kv.identity_of(left, layout, rank, "sim", "")
                 for key, cells in self.truth.items():
-                    self.keep(identity, "", rank, key, [mix(cell) for cell in cells])
+                    self.keep(identity, "", rank, key, [mix(cell) for cell in self.here(cells, layout, rank)])
+
+    def here(self, cells: list[int], layout: Layout, rank: int) -> list[int]:
+        """Of a block's cells, those that this rank has."""
+        group = context_of(self.scenario.config, rank, layout)
+        return cells if group is None else [cell for at, cell in enumerate(cells) if group.stripes.here(at)]
 
     def of(self, identity: bytes) -> dict[bytes, File]:
         return self.files.setdefault(identity, {})
@@ -159,7 +167,8 @@ class SimTier:
 
     def __init__(self, process: Process, disk: SimDisk) -> None:
         self.process, self.disk, self.sim = process, disk, process.sim
-        self.part = process.rank % (process.layout.tp * process.layout.pp)
+        layout = process.layout
+        self.part = process.rank % (layout.tp * layout.pp * layout.pcp)
         self.identity = kv.identity_of(disk.scenario.config, process.layout, process.rank, "sim", "")
         self.files = disk.of(self.identity)
         self.open: set[int] = set()
@@ -178,7 +187,7 @@ class SimTier:
             self.process.later(seconds, self._load, load, 0, seconds)
         for key, block in work.saves:
             cells = list(self.process.worker.cells[block])
-            whole = cells == self.disk.truth.get(key)
+            whole = cells == self._truth(key)
             self.sim.world.require(whole, "only committed", f"block {block} is saved and holds something else")
             self.process.later(self.disk.slow * self.disk.chance.uniform(0.001, 0.05), self._save, key, cells)
 
@@ -198,15 +207,19 @@ class SimTier:
 
     def _whole(self, key: bytes) -> bool:
         head, payload = self.files.get(key, (b"", bytearray()))
-        size = 8 * self.disk.scenario.config.cache.block_size
+        size = 8 * self.disk.scenario.config.tokens_here(self.process.layout)
         if len(payload) != size or not kv_store.is_whole(head, self.identity, key, payload):
             self.files.pop(key, None)
             self.news.gone.append(key)
             self.sim.counts["blocks found damaged"] += bool(payload)
             return False
-        same = decode(payload, self.part) == self.disk.truth.get(key)
+        same = decode(payload, self.part) == self._truth(key)
         self.sim.world.require(same, "same bytes", f"rank {self.process.rank} brings back something else")
         return True
+
+    def _truth(self, key: bytes) -> list[int] | None:
+        cells = self.disk.truth.get(key)
+        return cells and self.disk.here(cells, self.process.layout, self.process.rank)
 
     def _save(self, key: bytes, cells: list[int]) -> None:
         if self.disk.readonly:

@@ -17,7 +17,7 @@ MAX_HEAD_DIM = 256
 
 @dataclass(frozen=True)
 class PagedKV:
-    """[blocks][kv head][keys, values][block_size / 16][a chunk of 16 tokens].
+    """[blocks][kv head][block_size / 16][keys, values][a chunk of 16 tokens].
 
     A chunk of keys is a panel whose columns are tokens: [dim / pair][16][pair]; of values, dim / 16 panels whose K
     runs over tokens: [dim / 16][16 / pair][16][pair].
@@ -32,8 +32,13 @@ class PagedKV:
     def blocks(self) -> list[npt.NDArray[np.uint8]]:
         return [_rows(self.memory, self.block_bytes)]
 
-    def by_head(self) -> list[npt.NDArray[np.uint8]]:
-        return [rows.reshape(len(rows), 1, self.num_kv_heads, -1) for rows in self.blocks()]
+    def items(self) -> list[npt.NDArray[np.intp]]:
+        """Of each of `blocks`, where in a block the numbers of a head's token are: [heads][tokens][numbers]."""
+        heads, dim = self.num_kv_heads, self.head_dim
+        pair = _pair(self.block_bytes, count := 2 * heads * self.block_size * dim)
+        keys, values = np.arange(count).reshape(heads, -1, 2, 16 * dim).transpose(2, 0, 1, 3)
+        values = values.reshape(heads, -1, dim // 16, 16 // pair, 16, pair).transpose(0, 1, 3, 5, 2, 4)
+        return [np.concatenate([_panels(keys, pair), values.reshape(heads, self.block_size, dim)], 2)]
 
     def check(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         """Raises ValueError for an attention of other heads."""
@@ -58,8 +63,21 @@ class PagedLatents:
     def blocks(self) -> list[npt.NDArray[np.uint8]]:
         return [_rows(self.memory, self.block_bytes)]
 
-    def by_head(self) -> list[npt.NDArray[np.uint8]]:
-        return [rows.reshape(len(rows), 1, 1, -1) for rows in self.blocks()]
+    def items(self) -> list[npt.NDArray[np.intp]]:
+        count = self.block_size * self.width
+        return [_panels(np.arange(count).reshape(1, -1, 16 * self.width), _pair(self.block_bytes, count))]
+
+
+def _pair(num_bytes: int, count: int) -> int:
+    """Neighbours in one step of a dot product, of 4 bytes."""
+    return 4 * count // num_bytes
+
+
+def _panels(chunks: npt.NDArray[np.intp], pair: int) -> npt.NDArray[np.intp]:
+    """Of chunks of keys [heads][chunks][width / pair, 16, pair]: [heads][tokens][width]."""
+    heads, count, size = chunks.shape
+    by_token = chunks.reshape(heads, count, -1, 16, pair).swapaxes(2, 3)
+    return by_token.reshape(heads, 16 * count, size // 16)
 
 
 def _rows(memory: Region, size: int) -> npt.NDArray[np.uint8]:
