@@ -80,7 +80,7 @@ ROWS = {
     "D2": "how engines are packed on nodes: strict, fill, span",
     "D3": "which node comes first, and what is said when there is too little room",
     "D4": "placement groups of the user's for engines",
-    "D5": "engines near and far behind the same client",
+    "D5": "engines near and far behind the same client, each with an id of its own where KV is handed over",
     "D6": "growing",
     "D7": "shrinking loses nothing",
     "D8": "both, dense and with shared experts",
@@ -96,7 +96,9 @@ ROWS = {
 NOT_YET: set[str] = set()  # rows that nothing does
 OTHERWISE = {  # than in vLLM: what takes the place of a part of a row, and the decision that says why
     "P1": ("keys stay where they live, and no zigzag is needed", 53),
+    "P3": ("who listens at a port that nobody named has bound it before it is told, so none is tried again", 15),
     "P5": ("pods of one engine relay to the first one's server", 57),
+    "P11": ("the fast sum is in rank order, so batch-invariant mode keeps it", 12),
     "P13": ("engines that share nothing never meet, lanes have one plan", 17),
     "P25": ("who must agree is one engine; a rank always says bytes", 69),
     "X4": ("a plan says nothing that some stage could be spared, and all get the same", 59),

@@ -127,6 +127,7 @@ def test_ranks_that_share_a_step_give_what_one_gives(
         assert_ranks_give(ranks, config, expected)
 
 
+@pytest.mark.row("P6")
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_experts_are_over_the_ranks_of_all_shares(folder: Any, tp: int) -> None:
     options = {"prefill_context_parallel_size": 2, "enable_expert_parallel": True}

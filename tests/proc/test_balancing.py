@@ -63,6 +63,21 @@ def test_the_same_tokens_while_experts_move(engine: Engine, expected: list[list[
     assert report.stats.rearranged_at > 0 and not engine.recoveries
 
 
+PCP, DCP = {"prefill_context_parallel_size": 2}, {**TP, "decode_context_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    "layout", [PCP, *(pytest.param(each, marks=pytest.mark.long) for each in ({**DP, **PCP}, {**DP, **DCP}))], ids=str
+)
+def test_experts_of_context_ranks_move(folder: Path, expected: list[list[int]], layout: dict[str, Any]) -> None:
+    """Who shares the tokens of a step, or of a sequence, and lanes of them: also when one dies meanwhile."""
+    with Engine(str(folder), **EPLB, **layout, eplb_config={**OFTEN, "use_async": True}) as engine:
+        assert engine.run(ASKED) == expected
+        assert engine.run(ASKED, 20, lambda: engine.kill(1, signal.SIGKILL)) == expected
+        assert engine.run(ASKED) == expected and moved_by(engine)[1] > 0
+        assert [recovery.ranks for recovery in engine.recoveries] == [[1]]
+
+
 class Killer:
     """Kills a rank when the first command of a kind has gone out to all, or just before."""
 
