@@ -633,7 +633,6 @@ def test_what_a_transfer_can_not_be_is_refused_at_the_door(
 def test_a_transfer_needs_what_it_stands_on(model: str, tmp_path: Path) -> None:
     for more, why in (
         ({"enable_prefix_caching": False}, "prefix cache"), ({"null_worker": True}, "CPU"),
-        ({"prefill_context_parallel_size": 2}, "use directory"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=why):
             resolve(EngineOptions(model=model, kv_transfer_config=PRODUCER, **more))
