@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 CACHES = 2  # of a layer, at most: keys and values
 Items = Sequence[npt.NDArray[np.intp]]  # of each cache of a layer: [heads][tokens][numbers], see `items` of a cache
-Places = slice | npt.NDArray[np.intp]  # of numbers in a block of one cache
+Indexes = slice | npt.NDArray[np.intp]  # of numbers in a block of one cache
 
 
 def common(
     own: KVRect, own_items: Items, held: KVRect, held_items: Items, heads: range, apart: int = 0
-) -> list[tuple[Places, Places]]:
+) -> list[tuple[Indexes, Indexes]]:
     """Of each cache of a layer, where a rank that has `own` of a block puts what is in a block of another, of `held`,
     and where it is there. heads: that both have; apart: from the first token of that block to the first of this."""
     size = held_items[0].shape[1] * held.stripes.size
@@ -46,7 +46,7 @@ def _among(heads: range, part: KVRect) -> slice:
     return slice(heads.start - part.heads.start, heads.stop - part.heads.start)
 
 
-def _places(own: npt.NDArray[np.intp], held: npt.NDArray[np.intp]) -> tuple[Places, Places]:
+def _places(own: npt.NDArray[np.intp], held: npt.NDArray[np.intp]) -> tuple[Indexes, Indexes]:
     """In the order in which they are written; in one piece where they are one in both."""
     order = np.argsort(own)
     own, held = own[order], held[order]
@@ -107,7 +107,7 @@ def parts_of_kv(config: EngineConfig, layout: Layout) -> list[KVRect]:
 
 
 def _copy(
-    blocks: Iterable[int], theirs: npt.NDArray[Any], its: Places, ours: npt.NDArray[Any], places: Places
+    blocks: Iterable[int], theirs: npt.NDArray[Any], its: Indexes, ours: npt.NDArray[Any], places: Indexes
 ) -> None:  # fmt: skip
     """[blocks, numbers]: of these blocks, to the first ones."""
     for new, block in enumerate(blocks):

@@ -21,7 +21,7 @@ from planaria.protocol import KVLoad
 from planaria.topology.kv_parts import KVRect, pieces
 from planaria.topology.stripes import Context
 from planaria.types import KVLayout, KVOffer
-from planaria.worker.kv_layout import Items, Places, common
+from planaria.worker.kv_layout import Indexes, Items, common
 from planaria.worker.kv_tier import Blocks, copy_in
 
 MOST_RANKS, MOST_TOKENS = 256, 256  # of another server's engine; of a block, on each of them
@@ -49,10 +49,10 @@ class Span(NamedTuple):
     in numbers."""
 
     cache: int
-    places: Places
+    places: Indexes
     start: int
     stop: int
-    held: Places
+    held: Indexes
 
 
 class CutSource(PartSource):
