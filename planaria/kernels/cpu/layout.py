@@ -43,7 +43,6 @@ ZERO_BYTES = 1024  # of the zeros that ZEROS points to
 WHOLE_ROWS = 64  # rows up to which a panel is taken over all rows at once
 ROW_BLOCK = 128
 WIDE_ROWS = 64  # rows for which a block of packed codes is unpacked once
-AHEAD = 32768  # bytes of packed panels that are asked for before one is read, or a whole one
 STREAM_ROWS = 8  # rows up to which a dense weight is read panel after panel, in one stream
 FUSED_PANELS = 12  # panels of gate and of up taken at a time; a multiple of a tile's
 FORESIGHT_BYTES = 12 << 20  # of weights between an operation and the attention whose keys it asks for

@@ -163,18 +163,19 @@ def scaled(f: Function, total: str, sum: str, numbers: str, minima: Sequence[str
     return total
 
 
+AHEAD = 32768  # bytes that are asked for before they are read: as many as are on their way, and more
 ENTRIES = ("pl_packed", "pl_wide", "pl_embed", "pl_round")
 PACKED, WIDE, EMBED, ROUND, ROUNDED_BYTES = range(5)  # their places in a kind's table; bytes of a block
-PACKED_ARGS = ("rows", "x", "ldx", "w", "scales", "blocks", "out", "ldo", "mode", "bias", "ahead")
+PACKED_ARGS = ("rows", "x", "ldx", "w", "scales", "blocks", "out", "ldo", "mode", "bias")
 
 
 def packed(target: Target, kind: BlockKind, rows: int) -> str:
-    """out[rows][16] of one panel: `w` is its codes, x rows that are rounded. Asks for the panel `ahead` bytes on."""
+    """out[rows][16] of one panel: `w` is its codes, x rows that are rounded."""
     f = Function(f"pl_packed_{rows}", PACKED_ARGS)
     unpack, form, w, xs = Unpack(target, kind), form_of(target, kind), f.ptr("%w"), rows_of(f, "%x", "%ldx", rows)
 
     def body(i: str, acc: list[str]) -> list[str]:
-        unpack.prefetch(f, w, i, "%ahead")  # codes and scales of the panels that follow
+        unpack.prefetch(f, w, i, AHEAD)  # codes and scales of the panels that follow
         own, shared = (f.ptr(p) for p in unpack.places(f, "%scales", "%blocks", i))
         x_at = [f.at(x, f.mul(i, form.row_bytes)) for x in xs]
         factors = unpack.factors(f, own, shared)

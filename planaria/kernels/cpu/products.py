@@ -123,8 +123,7 @@ def product(
     while panel < end:
         w, bias = row.w + panel * stride, row.bias + panel * 64
         if kernels and n <= TARGET.inline_rows:
-            ahead = max(1, layout.AHEAD // stride) * stride
-            invoke(get(kernels, packed.PACKED), n, x, ldx, w, w + row.scales, length, out, ldo, mode, bias, ahead)
+            invoke(get(kernels, packed.PACKED), n, x, ldx, w, w + row.scales, length, out, ldo, mode, bias)
             panel += 1
             out += wide
             continue
