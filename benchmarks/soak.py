@@ -269,7 +269,7 @@ class Play:
         await asyncio.gather(*running)
 
     async def background(self) -> None:
-        """A response in the background after the other, each with the same text."""
+        """A response in the background after the other, each with the same text, and not kept beyond its reading."""
         body = {"model": self.server.model, "input": "Count from one to fifty in words.", "background": True}
         body |= {"max_output_tokens": 100, "temperature": 0}
         first: str | None = None
@@ -280,6 +280,7 @@ class Play:
                     await asyncio.sleep(1.0)  # a client that polls
                     made = (await self.client.get(f"{self.server.url}/v1/responses/{made['id']}")).json()
                 text = made["output"][-1]["content"][0]["text"]
+                (await self.client.delete(f"{self.server.url}/v1/responses/{made['id']}")).raise_for_status()
             except Exception as e:
                 self.soak.failed.append(f"response: {type(e).__name__}: {e}")
                 return
