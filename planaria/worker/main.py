@@ -12,6 +12,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from planaria.executor.boot import READY, SPARE, RankBoot
@@ -105,7 +106,7 @@ class Life:
         pulse.start()
         try:
             self.worker.ahead = True
-            for number, command, reply in answers(port.receive, self._handle):
+            for number, command, reply in answers(port.receive, partial(self._handle, boot.rank)):
                 if isinstance(reply, Failed) and is_device_fault(reply):
                     self.worker.kv.distrust()
                     logger.error("rank %d ends, for its device failed: %s", boot.rank, reply.message)
@@ -118,12 +119,12 @@ class Life:
             pulse.join()  # what it ends must not be of the next epoch
             port.close()
 
-    def _handle(self, command: Command) -> Reply | Later:
+    def _handle(self, rank: int, command: Command) -> Reply | Later:
         if isinstance(command, Join):
-            at = command.layout.coords(self.worker.rank)
+            at = command.layout.coords(rank)
             lane = {"dp": at.dp} if command.layout.dp > 1 else {}
             lane |= {"pcp": at.pcp} if command.layout.pcp > 1 else {}
-            set_title("worker", rank=self.worker.rank, **lane, tp=at.tp, pp=at.pp, epoch=command.epoch)
+            set_title("worker", rank=rank, **lane, tp=at.tp, pp=at.pp, epoch=command.epoch)
         reply: Reply | Later = self.worker.handle(command)
         return reply
 

@@ -60,16 +60,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def one_mistake(engine: Engine) -> tuple[int, int]:
     """KV blocks before and after a step that failed."""
-    blocks, step = engine.loop.gang.num_blocks, Runner.step
+    blocks, begin = engine.loop.gang.num_blocks, Runner.begin
     mistakes = [RuntimeError("a passing mistake")]
 
-    def flawed(runner: Runner, *args: Any) -> Any:
+    def flawed(runner: Runner, *args: Any, **more: Any) -> Any:
         if runner.step_number > 3 and mistakes:
             raise mistakes.pop()
-        return step(runner, *args)
+        return begin(runner, *args, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Runner, "step", flawed)
+        patch.setattr(Runner, "begin", flawed)
         (tokens,) = engine.run(texts(100, [(9, 12)]))
     assert len(tokens) == 12 and not mistakes and engine.loop.gang.epoch > 0
     return blocks, engine.loop.gang.num_blocks

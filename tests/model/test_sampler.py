@@ -638,11 +638,11 @@ def test_lines_may_be_others_than_rows(maker: Callable[[int, int], Sampler], oth
         sampler = maker(3, 50)
         for row in range(3):
             sampler.enter(row, fresh(other if row else Params(temperature=0)))
-        given = logits[[0, 3, 6]] if lines is None else logits.copy()
-        tokens, logprobs, errors = sampler.sample(given, [0, 1, 2], lines)
-        found.append((tokens, {row: entry.token for row, entry in logprobs.items()}, errors))
-        assert [sampler.history(row)[-1] for row in range(3)] == tokens
-    assert found[0] == found[1] and set(found[0][2]) == {1}
+        for _ in range(2):
+            given = logits[[0, 3, 6]] if lines is None else logits.copy()
+            tokens, logprobs, errors = sampler.sample(given, [0, 1, 2], lines)
+            found.append((tokens, {row: entry.token for row, entry in logprobs.items()}, errors))
+    assert found[:2] == found[2:] and set(found[0][2]) == {1}
 
 
 @pytest.fixture
