@@ -103,9 +103,6 @@ def head_config(head: Checkpoint) -> ModelConfig:
 def check_sharing(config: SpeculativeConfig, parallel: ParallelConfig) -> None:
     """Raises ConfigError for a number of ranks that can't share a drafting model's layers."""
     ranks, all_ranks = config.draft_tensor_parallel_size, parallel.tensor_parallel_size
-    if (shares := parallel.prefill_context_parallel_size) > 1 and (ranks > 1 or config.method == "eagle"):
-        rule = f"context parallel: each of -pcp {shares} groups of ranks has its share of a step's hidden states alone"
-        raise ConfigError(f"{FLAG} method", config.method, rule, "use a model that drafts on one rank, or ngram")
     if ranks not in (1, all_ranks) or (ranks > 1 and not config.model):
         rule = f"must be 1, or, of a model that drafts, --tensor-parallel-size ({all_ranks})"
         raise ConfigError(f"{FLAG} draft_tensor_parallel_size", ranks, rule, "leave it out: 1")

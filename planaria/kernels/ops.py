@@ -171,12 +171,13 @@ def replicas_of(slots: Sequence[int], num_experts: int) -> list[list[int]]:
 class Columns:
     """A rank's part of what its context group brings together. pieces: (first column of its own, first column of the
     whole, how many); width: of the whole; most: of that of the largest group. heads: its query heads among the
-    group's."""
+    group's. name: of what is in them, which is brought together in a place of its own."""
 
     pieces: tuple[tuple[int, int, int], ...]
     width: int
     most: int
     heads: range
+    name: str = "columns"
 
     @staticmethod
     def of_heads(group: ContextGroup, shard: Shard, dim: int) -> Columns:
@@ -201,9 +202,9 @@ class Columns:
         return Columns(pieces, len(group.heads) * dim, group.most_heads * dim, range(at, at + count))
 
     @staticmethod
-    def of_all(shard: Shard, width: int) -> Columns:
+    def of_all(shard: Shard, width: int, name: str = "columns") -> Columns:
         """Of what all tensor ranks have alike; the first gives it."""
-        return Columns(((0, 0, width),) if shard.leads else (), width, width, range(0))
+        return Columns(((0, 0, width),) if shard.leads else (), width, width, range(0), name)
 
 
 class Operations(Protocol):

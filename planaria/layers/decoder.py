@@ -161,10 +161,14 @@ class Model:
         return self._logits(ops, x), x
 
     def forward_all(self, ops: Operations) -> tuple[Act, Act]:
-        """As `forward_both`, with the hidden states of all tokens, [T, H]."""
+        """As `forward_both`, with the hidden states of all tokens of the step, [T, H]."""
         assert self.norm is not None
-        h = self._residual(ops)
-        return self._logits(ops, self.norm(ops, ops.take(h))), self.norm(ops, h)
+        h, context = self._residual(ops), self.shard.context
+        x = self.norm(ops, h)
+        if context is not None and context.shares:
+            everyones = Columns.of_all(self.shard, self.config.hidden_size, "hidden states")
+            x = ops.gather(x, dataclasses.replace(context, number=0, count=1), everyones)
+        return self._logits(ops, self.norm(ops, ops.take(h))), x
 
     def _residual(self, ops: Operations) -> Act:
         h = self._begin(ops)

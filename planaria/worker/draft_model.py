@@ -76,7 +76,8 @@ class RankDraft:
         if config.draft is None or speculative is None or config.parallel.sd_worker_cls != "auto":
             return None
         shared = speculative.draft_tensor_parallel_size > 1
-        if mesh.pp.rank < mesh.pp.size - 1 or not (mesh.samples or shared):
+        drafts = mesh.samples or (shared and mesh.cp.rank < mesh.tp.size)  # with the first share of a step
+        if mesh.pp.rank < mesh.pp.size - 1 or not drafts:
             return None
         part = (mesh.tp.rank, mesh.tp.size) if shared else (0, 1)
         if self._weights is not None and self._weights.part != part:  # the layout is another

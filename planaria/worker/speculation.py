@@ -35,10 +35,12 @@ Drawn = list[list[int]]
 
 class Speculation:
     """Of a rank with `rows` rows of up to `most` drafts. drafter: where this rank draws tokens, or has a part in
-    drafting them."""
+    drafting them; tells: another one reads the hidden states of this one's share of a step."""
 
-    def __init__(self, rows: int, most: int, vocab_size: int, batch: Batch, drafter: Drafter | None) -> None:
-        self.most, self.vocab_size, self.batch, self.drafter = most, vocab_size, batch, drafter
+    def __init__(
+        self, rows: int, most: int, vocab_size: int, batch: Batch, drafter: Drafter | None, *, tells: bool = False
+    ) -> None:
+        self.most, self.vocab_size, self.batch, self.drafter, self.tells = most, vocab_size, batch, drafter, tells
         self.sizes = DraftSizes()
         self.counts: npt.NDArray[np.int32] = np.zeros(rows, np.int32)  # of drafts
         self.drafts: npt.NDArray[np.int32] = np.zeros((rows, most), np.int32)
@@ -171,12 +173,13 @@ class Speculation:
     @property
     def reads_hidden(self) -> bool:
         """Is a forward pass to give hidden states of all tokens, besides logits?"""
-        return isinstance(self.drafter, ReadsHidden)
+        return self.tells or isinstance(self.drafter, ReadsHidden)
 
     def reading(self, forward: Callable[[], Any]) -> Callable[[], Any]:
         """Such a forward pass, as one that gives logits alone."""
         drafter = self.drafter
-        assert isinstance(drafter, ReadsHidden)
+        if not isinstance(drafter, ReadsHidden):
+            return lambda: forward()[0]
 
         def logits() -> Any:
             drafter.catch_up()
@@ -214,8 +217,11 @@ def make_speculation(
         drafter = kind(config, weights, batch, num_blocks, mesh.tp)
     elif mesh.samples:
         drafter = make_drafter(config)
-    scheduler = config.scheduler
-    return Speculation(scheduler.max_num_seqs, scheduler.max_drafts, config.model.vocab_size, batch, drafter)
+    scheduler, last = config.scheduler, mesh.pp.rank == mesh.pp.size - 1
+    tells = mesh.shares is not None and last and config.speculative is not None and config.speculative.method == "eagle"
+    return Speculation(
+        scheduler.max_num_seqs, scheduler.max_drafts, config.model.vocab_size, batch, drafter, tells=tells
+    )
 
 
 def _lines(logits: Any, rows: list[int], lines: list[int]) -> tuple[Any, list[int], list[int] | None]:

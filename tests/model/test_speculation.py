@@ -156,18 +156,21 @@ def all_are_right(llm: LLM) -> bool:
 
 LONG = pytest.mark.long
 SPREAD = [
-    pytest.param(True, False, 1, 1, marks=LONG),
-    pytest.param(True, False, 2, 1, marks=LONG),
-    pytest.param(True, True, 2, 2, marks=LONG),
-    pytest.param(False, True, 2, 1),
-    pytest.param(False, True, 2, 2, marks=LONG),
-    pytest.param(True, True, 2, 1),
+    pytest.param(True, False, 1, 1, 1, marks=LONG),
+    pytest.param(True, False, 2, 1, 1, marks=LONG),
+    pytest.param(True, True, 2, 2, 1, marks=LONG),
+    pytest.param(False, True, 2, 1, 1),
+    pytest.param(False, True, 2, 2, 1, marks=LONG),
+    pytest.param(True, True, 2, 1, 1),
+    pytest.param(True, False, 1, 1, 2),
+    pytest.param(True, True, 2, 2, 2, marks=LONG),
+    pytest.param(False, True, 2, 1, 2, marks=LONG),
 ]
 
 
-@pytest.mark.parametrize(("head", "shared", "tp", "pp"), SPREAD)
+@pytest.mark.parametrize(("head", "shared", "tp", "pp", "pcp"), SPREAD)
 def test_models_and_heads_draft_over_ranks(
-    told: tuple[str, list[Any]], tmp_path: Path, head: bool, shared: bool, tp: int, pp: int
+    told: tuple[str, list[Any]], tmp_path: Path, head: bool, shared: bool, tp: int, pp: int, pcp: int
 ) -> None:
     """The same model, and a random head; on the rank that draws or on all its tensor ranks; and with one that dies."""
     folder, plain = told
@@ -176,14 +179,15 @@ def test_models_and_heads_draft_over_ranks(
     said |= {"method": "eagle"} if head else {}
     said |= {"draft_tensor_parallel_size": 2} if shared else {}
     spread: dict[str, Any] = {
-        "tensor_parallel_size": tp, "pipeline_parallel_size": pp, "kv_cache_memory": "8MiB",
+        "tensor_parallel_size": tp, "pipeline_parallel_size": pp, "prefill_context_parallel_size": pcp,
+        "kv_cache_memory": "8MiB",
     }  # fmt: skip
     with LLM(folder, speculative_config=said, **spread, **OPTIONS) as llm:
         assert tokens(answers(llm)) == tokens(plain)
         drafted = llm.stats.drafts
         assert drafted is not None and drafted.drafted > 0
         assert head or all_are_right(llm)
-        if tp > 1:
+        if tp * pcp > 1:
             harmed: list[int] = []
 
             def harm(done: int, count: int) -> None:

@@ -42,7 +42,7 @@ class ContextOps:
             whole = recorder.new(rows, own.width)
             self._sum_up(x, whole, own.pieces, group.number * own.most, group.count * own.most)
             return whole
-        memory, ld = recorder.region(f"{own.most} columns", rows, group.count * own.most * item)
+        memory, ld = recorder.region(f"{own.most} {own.name}", rows, group.count * own.most * item)
         whole = recorder.outside(memory, rows, own.width, ld, group.number * own.most * item, recorder.target.dtype)
         (_, to1, size1), (from2, to2, size2), (from3, to3, _) = (*own.pieces, *[(0, 0, 0)] * 3)[:3]
         recorder.add(

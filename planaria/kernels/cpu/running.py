@@ -37,7 +37,7 @@ def runner(
         layout.SCRATCH_BYTES: scratch_bytes, layout.TICKETS: tickets.address, layout.ZEROS: zeros,
         layout.COUNTS: int(batch.counts.ctypes.data),
     }  # fmt: skip
-    outs = [(_view(recorder, memory, act)[:, : act.columns], act.rows == layout.ROWS_SAMPLES) for act in results]
+    outs = [(_view(recorder, memory, act)[:, : act.columns], act.rows) for act in results]
     pieces = _pieces(recorder, words, memory)
     owners = (memory, scratch, tickets, rows, recorder.external, *recorder.owners)
     counts, natives = batch.counts, [comm for comm in (recorder.native_tp, recorder.native_cp) if comm is not None]
@@ -57,7 +57,7 @@ def runner(
                 after()
         for comm in natives:
             comm.check()
-        found = [out[: samples if taken else tokens] for out, taken in outs]
+        found = [out[: counts[rows]] for out, rows in outs]
         return found[0] if isinstance(result, Act) else tuple(found)
 
     return run
