@@ -6,7 +6,7 @@ import re
 
 from planaria.parsers.found import Findings
 from planaria.parsers.json_calls import told_arguments
-from planaria.parsers.reader import TextReader, Wait
+from planaria.parsers.reader import TextReader, Wait, nowhere
 
 CHANNEL, CONSTRAIN, MESSAGE = "<|channel|>", "<|constrain|>", "<|message|>"
 START, END, CALL = "<|start|>", "<|end|>", "<|call|>"
@@ -35,7 +35,7 @@ def channels(reader: TextReader, out: Findings) -> Wait[None]:
             to = _CALLED.search(said)
             if to is not None and out.declared(to[1]) and (yield from _object_follows(reader)):
                 if (yield from told_arguments(reader, out, to[1])):
-                    put = _nowhere
+                    put = nowhere
                     reader.drop()
                 else:
                     out.content(reader.kept())
@@ -54,7 +54,3 @@ def channels(reader: TextReader, out: Findings) -> Wait[None]:
 def _object_follows(reader: TextReader) -> Wait[bool]:
     yield from reader.spaces()
     return (yield from reader.peek()) == "{"
-
-
-def _nowhere(text: str) -> None:
-    pass

@@ -6,7 +6,7 @@ import json
 import re
 
 from planaria.parsers.found import Findings
-from planaria.parsers.reader import TextReader, Wait
+from planaria.parsers.reader import TextReader, Wait, nowhere
 from planaria.parsers.values import converted, json_string, json_value
 
 MAX_NAME = 128  # characters of a tool's name
@@ -40,7 +40,7 @@ def call_object(reader: TextReader, out: Findings) -> Wait[bool]:
                 early = found
             else:
                 return False
-        elif not (yield from json_value(reader, _nowhere)):
+        elif not (yield from json_value(reader, nowhere)):
             return False
         if name and early and not told:
             _tell(reader, out, name, early)
@@ -92,10 +92,6 @@ def _text(reader: TextReader) -> Wait[str | None]:
         return None
     text: str = json.loads("".join(parts))
     return text
-
-
-def _nowhere(text: str) -> None:
-    pass
 
 
 def hermes(reader: TextReader, out: Findings) -> Wait[None]:

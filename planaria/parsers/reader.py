@@ -19,6 +19,10 @@ Put = Callable[[str], None]
 _SPACES = re.compile(r"[ \t\r\n]*")
 
 
+def nowhere(text: str) -> None:
+    """Where text goes that is told to nobody."""
+
+
 class TextReader:
     """`keep` begins to remember what is read, in case it has to be content after all (`kept`)."""
 
@@ -109,7 +113,7 @@ class TextReader:
         fits = yield from self.run(pattern, parts.append, most)
         return "".join(parts) if fits else ""
 
-    def spaces(self, put: Put = lambda text: None) -> Wait[bool]:
+    def spaces(self, put: Put = nowhere) -> Wait[bool]:
         return self.run(_SPACES, put)
 
     def until(self, markers: tuple[str, ...], put: Put) -> Wait[str]:

@@ -219,6 +219,17 @@ def test_mxfp4_experts_are_read_exactly(tp: int, checkpoint: Any, tmp_path: Path
         assert said_by(reference, prompt, said) == said
 
 
+def check(path: Path, reference: Any, seed: str) -> None:
+    """The file's logits of a prompt are the reference's."""
+    ops = CpuOps("float32", 2)
+    driver, draw = Driver(make_model(path, ops), ops, block_size=16), random.Random(seed)
+    prompt = [draw.randrange(131) for _ in range(41)]
+    with torch.no_grad():
+        wanted = reference(torch.tensor([prompt])).logits[0]
+    assert distance(driver.whole(0, prompt), wanted) < TOLERANCE
+    ops.close()
+
+
 GGUF_META: dict[str, dict[str, Any]] = {
     "gemma2": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "attention.sliding_window": 9},
     "gemma3": {"attention.sliding_window": 9, "rope.freq_base": 1e6, "rope.freq_base_swa": 100.0,
@@ -265,13 +276,7 @@ def test_gguf_files_of_these_families(case: str, checkpoint: Any, tmp_path: Path
         tensors |= {f"rope_factors_{kind}.weight": np.float32(LONG[f"{kind}_factor"]) for kind in ("short", "long")}
     meta[f"{arch}.attention.layer_norm_rms_epsilon"] = getattr(config, "rms_norm_eps", 1e-5)
     path = write_gguf(tmp_path / "m.gguf", arch, meta, tensors, **{k.replace(".", "__"): v for k, v in sizes.items()})
-    ops = CpuOps("float32", 2)
-    driver, draw = Driver(make_model(path, ops), ops, block_size=16), random.Random(arch)
-    prompt = [draw.randrange(131) for _ in range(41)]
-    with torch.no_grad():
-        wanted = reference(torch.tensor([prompt])).logits[0]
-    assert distance(driver.whole(0, prompt), wanted) < TOLERANCE
-    ops.close()
+    check(path, reference, arch)
 
 
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -361,13 +366,7 @@ def test_gguf_files_with_experts(arch: str, tmp_path: Path) -> None:
         tmp_path / "m.gguf", arch, {f"{arch}.{key}": value for key, value in meta.items()},
         as_gguf(tensors, family, heads), attention__head_count_kv=config.num_key_value_heads, feed_forward_length=None,
     )  # fmt: skip
-    ops = CpuOps("float32", 2)
-    driver, draw = Driver(make_model(path, ops), ops, block_size=16), random.Random(arch)
-    prompt = [draw.randrange(131) for _ in range(41)]
-    with torch.no_grad():
-        wanted = reference(torch.tensor([prompt])).logits[0]
-    assert distance(driver.whole(0, prompt), wanted) < TOLERANCE
-    ops.close()
+    check(path, reference, arch)
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
