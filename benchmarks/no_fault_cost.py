@@ -150,7 +150,7 @@ def look() -> float:
 
 def step_seconds(model: str, rounds: int) -> list[float]:
     """Of a step in which each of 32 streams gets a token: the median between two of a stream's tokens."""
-    options = ["--max-model-len", str(LOAD.max_length), "--kv-cache-memory", str(LOAD.kv_bytes)]
+    options = ["--max-model-len", str(LOAD.max_length), "--kv-cache-memory", str(LOAD.kv_bytes(model))]
     found = []
     with Server(model, "-tp", "2", *options) as server:
         for number in range(rounds + 1):

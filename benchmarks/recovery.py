@@ -36,12 +36,12 @@ from benchmarks.convert import bf16_folder
 from benchmarks.deployment import Server, Streaming, patient_client
 from benchmarks.environments import VLLM_VERSION
 from benchmarks.peers.vllm_server import VllmServer
+from planaria.cli import model_report
 from planaria.server.faults import PARTS
 
 OUT = Path(__file__).resolve().parent / "out"
 TOKENS = 128
 LONG = 4096  # tokens of a prompt, from which on requests share a prefix
-TOKEN_BYTES = 28 << 10  # of KV, a little more than SmolLM2 takes on both ranks in bf16
 SETTLED = 60.0  # seconds in which a server that lost a part may end
 
 
@@ -66,6 +66,11 @@ CASES = {
 PEER_CASES = {"rank": "a worker killed", "engine": "the engine core killed"}
 
 
+def kv_room(model: str, tokens: int) -> int:
+    """Bytes of KV for so many of them and a quarter more, on all ranks together."""
+    return int(model_report.report(model)["kv_bytes_per_token"] * tokens * 1.25)
+
+
 @dataclass(frozen=True)
 class Load:
     """So many requests at once, each with so many tokens in its prompt."""
@@ -77,10 +82,9 @@ class Load:
     def max_length(self) -> int:
         return self.prompt + 2 * TOKENS
 
-    @property
-    def kv_bytes(self) -> int:
-        """Of each rank: room for all, twice."""
-        return self.streams * self.max_length * TOKEN_BYTES
+    def kv_bytes(self, model: str) -> int:
+        """Of each rank: room for all, once where it is alone, twice where there are two."""
+        return kv_room(model, self.streams * self.max_length)
 
     def prompts(self, seed: int, length: int = 0) -> list[list[int]]:
         draw, length = random.Random(seed), length or self.prompt
@@ -150,7 +154,7 @@ class Blow:
 def run(case: Case, model: str, load: Load, rounds: int, ranks: int = 2) -> dict[str, Any]:
     """Samples of each round."""
     found: list[dict[str, Any]] = []
-    options = ["--max-model-len", str(load.max_length), "--kv-cache-memory", str(load.kv_bytes), *case.options]
+    options = ["--max-model-len", str(load.max_length), "--kv-cache-memory", str(load.kv_bytes(model)), *case.options]
     if ranks == 1:
         options += ["--distributed-executor-backend", "mp"]  # a rank that is a process by itself
     with Server(model, "-tp", str(ranks), *options) as server:
@@ -174,7 +178,7 @@ def run(case: Case, model: str, load: Load, rounds: int, ranks: int = 2) -> dict
 def run_peer(python: Path, model: str, load: Load) -> dict[str, Any]:
     """The same blows to vLLM: what the clients see, what becomes of the server, how long another takes."""
     folder, found = bf16_folder(model), dict[str, dict[str, Any]]()
-    server = VllmServer(python, folder, load.max_length, load.kv_bytes)
+    server = VllmServer(python, folder, load.max_length, load.kv_bytes(model))
     for case in PEER_CASES:
         try:
             asyncio.run(streams(server, load.prompts(0), 8))
@@ -191,7 +195,7 @@ def run_peer(python: Path, model: str, load: Load) -> dict[str, Any]:
             }  # fmt: skip
         finally:
             server.close()
-        server = VllmServer(python, folder, load.max_length, load.kv_bytes)
+        server = VllmServer(python, folder, load.max_length, load.kv_bytes(model))
         found[case]["restart"] = server.started
         told = {key: sorted(set(value)) if key == "failed" else value for key, value in found[case].items()}
         print(f"vllm, {PEER_CASES[case]}: {told}", file=sys.stderr)

@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.deployment import Server, patient_client
-from benchmarks.recovery import TOKEN_BYTES, Load, Streams, streams
+from benchmarks.recovery import Load, Streams, kv_room, streams
 from planaria.checkpoint import resolve_checkpoint
 
 OUT = Path(__file__).resolve().parent / "out"
@@ -67,7 +67,7 @@ class Replaced:
 def pauses(model: str, load: Load, rounds: int) -> list[dict[str, Any]]:
     found = []
     length = load.prompt + TOKENS
-    options = ["--max-model-len", str(length), "--kv-cache-memory", str(2 * load.streams * length * TOKEN_BYTES)]
+    options = ["--max-model-len", str(length), "--kv-cache-memory", str(kv_room(model, 2 * load.streams * length))]
     server = Replaced(model, *options)
     try:
         asyncio.run(streams(server.now, load.prompts(0), 8))
@@ -107,7 +107,7 @@ def updates(model: str, load: Load, rounds: int) -> list[dict[str, Any]]:
     for copy in copies:
         shutil.copy(file, copy)
     found, length = list[dict[str, Any]](), load.prompt + TOKENS
-    options = ["--max-model-len", str(length), "--kv-cache-memory", str(2 * load.streams * length * TOKEN_BYTES)]
+    options = ["--max-model-len", str(length), "--kv-cache-memory", str(kv_room(model, 2 * load.streams * length))]
     with Server(str(copies[0]), *options) as server:
         asyncio.run(streams(server, load.prompts(0), 8))
         for number in range(1, 2 * rounds + 1):
@@ -181,7 +181,7 @@ async def first_token(server: Server, prompt: list[int]) -> float:
 def returning(model: str, prefix: int, rounds: int) -> list[dict[str, float]]:
     found = []
     length = prefix + 64
-    server = Replaced(model, "--max-model-len", str(length), "--kv-cache-memory", str(2 * length * TOKEN_BYTES))
+    server = Replaced(model, "--max-model-len", str(length), "--kv-cache-memory", str(kv_room(model, 2 * length)))
     draw = random.Random(1)
     try:
         asyncio.run(first_token(server.now, [1000] * 64))

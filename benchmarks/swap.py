@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.deployment import Server
-from benchmarks.recovery import TOKEN_BYTES
+from benchmarks.recovery import kv_room
 from benchmarks.replace import first_token
 
 OUT = Path(__file__).resolve().parent / "out"
@@ -45,7 +45,7 @@ class Several(Server):
 
 def measured(model: str, rounds: int, prefix: int, memory: Iterable[str]) -> dict[str, list[float]]:
     length, draw = prefix + 64, random.Random(1)
-    room = ["--max-model-len", str(length), "--kv-cache-memory", str(2 * length * TOKEN_BYTES)]
+    room = ["--max-model-len", str(length), "--kv-cache-memory", str(kv_room(model, 2 * length))]
 
     def prompt(size: int) -> list[int]:
         return [draw.randrange(1000, 40000) for _ in range(size)]

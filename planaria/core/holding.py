@@ -83,7 +83,8 @@ def move(lane: Lane, moved: Moved) -> None:
     for name, held in lane.held.items():
         blocks = _moved(held.blocks, moved)
         lane.held[name] = HeldBlocks(blocks, min(held.length, len(blocks) * size))
-    keys = {moved[block]: key for block, key in lane.pool.key_of.items() if block in moved}
+    known = lane.pool.key_of
+    keys = {moved[block]: known[block] for block in dict.fromkeys(chain(lane.pool.idle, known)) if block in moved}
     used = [*(entry.blocks for entry in lane.entries.values()), *(held.blocks for held in lane.held.values())]
     lane.pool = BlockPool(lane.num_blocks, caching=lane.caching, index=lane.index)
     lane.pool.adopt(keys, chain.from_iterable(used))

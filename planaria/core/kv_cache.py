@@ -46,6 +46,8 @@ class KeyListener(Protocol):
 
     def forget(self, block: int) -> None: ...
 
+    def release(self, block: int) -> None: ...
+
 
 class BlockPool:
     """`num_blocks` blocks, numbered from 0. index: what others may know of them."""
@@ -111,13 +113,15 @@ class BlockPool:
                 self.index.remember(block, key)
 
     def adopt(self, keys: Mapping[int, BlockKey], used: Iterable[int]) -> None:
-        """A new pool's blocks hold what these keys say; `used`: a reference to each."""
+        """A new pool's blocks hold what these keys say, in the order of release; `used`: a reference to each."""
         for block in used:
             self.refs[block] += 1
         if self.caching:
             self.key_of = {block: key for block, key in keys.items() if block < self.num_blocks}
             self.block_of = {key: block for block, key in self.key_of.items()}
-        self.idle.update((block, None) for block in self.key_of if not self.refs[block])
+        for block in self.key_of:
+            if not self.refs[block]:
+                self._idle(block)
         self.empty = [block for block in self.empty if not self.refs[block] and block not in self.key_of]
 
     def forget_block(self, block: int) -> None:
@@ -138,9 +142,14 @@ class BlockPool:
             self.refs[block] -= 1
             if self.refs[block] == 0:
                 if block in self.key_of:
-                    self.idle[block] = None
+                    self._idle(block)
                 else:
                     self.empty.append(block)
+
+    def _idle(self, block: int) -> None:
+        self.idle[block] = None
+        if self.index is not None:
+            self.index.release(block)
 
     def forget(self) -> None:
         """Remember nothing of what blocks hold. Those in use stay so."""

@@ -5,8 +5,8 @@ tokens are committed. Rules: an entry is there only while what it says is true, 
 anything else; it comes at commit. All is written in place and in order, whenever the process may die.
 
 A buffer: a number, 0 if nothing in it counts, and its Shape, of 8 bytes each; a digest of the configuration; for each
-lane lengths [rows] of 8 bytes, counts [rows] and tables [rows][width] of 4, names [rows][16], keys [blocks][16] and
-flags [blocks].
+lane releases [blocks] and lengths [rows] of 8 bytes, counts [rows] and tables [rows][width] of 4, names [rows][16],
+keys [blocks][16] and flags [blocks].
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ class LaneIndex(Protocol):
 
     def forget(self, block: int) -> None: ...
 
+    def release(self, block: int) -> None:
+        """It has a key, and nobody uses it any more."""
+        ...
+
     def enter(self, row: int, request: Request, blocks: Sequence[int]) -> None: ...
 
     def append(self, row: int, first: int, blocks: Sequence[int]) -> None: ...
@@ -59,6 +63,8 @@ class NoIndex:
     def remember(self, block: int, key: BlockKey) -> None: ...
 
     def forget(self, block: int) -> None: ...
+
+    def release(self, block: int) -> None: ...
 
     def enter(self, row: int, request: Request, blocks: Sequence[int]) -> None: ...
 
@@ -94,12 +100,17 @@ class BufferIndex:
             at += size
             return buffer[at - size : at]
 
+        self._releases, self._last = part(shape.num_blocks * 8).cast("q"), 0
         self.lengths: memoryview | list[int] = part(rows * 8).cast("q")
         self._counts = part(rows * 4).cast("i")
         self._tables = part(rows * 4 * shape.width).cast("i")
         self._names = part(rows * KEY)
         self.keys = shape.keys_of(buffer, number)
         self.remember, self.forget = self.keys.remember, self.keys.forget
+
+    def release(self, block: int) -> None:
+        self._last += 1
+        self._releases[block] = self._last
 
     def enter(self, row: int, request: Request, blocks: Sequence[int]) -> None:
         self._counts[row] = 0
@@ -117,14 +128,14 @@ class BufferIndex:
         self._counts[row] = 0
 
     def load(self) -> tuple[dict[int, BlockKey], dict[bytes, HeldBlocks]]:
-        """Keys by block, and what rows hold by name."""
-        held = {}
+        """Keys by block, in the order in which these were released; and what rows hold by name."""
+        held, keys = {}, self.keys.all()
         for row, count in enumerate(self._counts):
             blocks = self._tables[row * self.shape.width : row * self.shape.width + count].tolist()
             length = min(self.lengths[row], count * self.shape.block_size)
             if length > 0:
                 held[bytes(self._names[row * KEY : (row + 1) * KEY])] = HeldBlocks(blocks, length)
-        return self.keys.all(), held
+        return {block: keys[block] for block in sorted(keys, key=self._releases.__getitem__)}, held
 
 
 def full_blocks(index: LaneIndex) -> set[int]:

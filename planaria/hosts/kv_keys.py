@@ -27,16 +27,20 @@ class Shape(NamedTuple):
 
     @property
     def lane_bytes(self) -> int:
-        size = self.num_blocks * (KEY + 1) + self.rows * (8 + 4 + 4 * self.width + KEY)
-        return -(-size // 64) * 64
+        return -(-(self._keys_at + self.num_blocks * (KEY + 1)) // 64) * 64
+
+    @property
+    def _keys_at(self) -> int:
+        """In a lane's part, behind what only its engine reads."""
+        return self.num_blocks * 8 + self.rows * (8 + 4 + 4 * self.width + KEY)
 
     @property
     def size(self) -> int:
         return FIRST + 16 + self.lanes * self.lane_bytes
 
     def keys_of(self, buffer: memoryview, lane: int) -> BlockKeys:
-        """They are at the end of a lane's part, behind what is said of rows."""
-        at = -(-FIRST // 16) * 16 + lane * self.lane_bytes + self.rows * (8 + 4 + 4 * self.width + KEY)
+        """They are at the end of a lane's part."""
+        at = -(-FIRST // 16) * 16 + lane * self.lane_bytes + self._keys_at
         keys, flags = at, at + self.num_blocks * KEY
         return BlockKeys(buffer[keys:flags], buffer[flags : flags + self.num_blocks])
 

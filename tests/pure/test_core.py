@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planaria.config.options import CacheConfig, SchedulerConfig
+from planaria.core import holding
 from planaria.core.engine import CLAIM, EngineCore, full_blocks
 from planaria.core.kv_cache import KeyScope, chain
 from planaria.core.kv_index import BufferIndex, Shape, begin, found
@@ -315,6 +316,26 @@ def test_another_engine_goes_on_with_what_was_committed(caching: bool) -> None:
     for i in range(2):
         assert run.tokens[f"r{i}"] == hash_tokens([i] * 21, i, 12, VOCAB)
     assert run.cached["r2"] == run.cached["else"] == 20 * caching
+    all_free(run)
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["another-engine", "cut-anew"])
+def test_what_was_used_last_is_evicted_last(moved: bool) -> None:
+    """By another engine too, and where its KV was cut anew, whatever blocks it is in."""
+    run = make(num_blocks=10, block_size=4, seqs=2, budget=64)
+    for name, token in [("a", 1), ("b", 2), ("a again", 1)]:
+        run.take(run.core.admit(request(name, [token] * 17, 1)))
+        run.run()
+    if moved:
+        lane = run.core.lanes[0]
+        holding.move(lane, {block: 9 - block for block in range(10)})
+        run.workers[0].cells.reverse()
+    else:
+        run.die(behind=0)
+    for name, token in [("c", 3), ("a at last", 1)]:
+        run.take(run.core.admit(request(name, [token] * 17, 1)))
+        run.run()
+    assert run.cached["a at last"] == 16
     all_free(run)
 
 
