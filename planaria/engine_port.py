@@ -52,7 +52,7 @@ LOOK_MS = 1000  # between looks at ranks while nothing is to be done
 MAX_BATCH = 1024  # messages taken in between two steps
 ROOM = 64  # messages on their way to a client, at each end of the connection
 RETRY_MS = 5  # between attempts to send what waits, while there is nothing else to do
-LAST_WORDS = 1.0  # seconds that a client gets, at the end, to make room for what waits
+LAST_WORDS = 5.0  # seconds that a client that lives gets, at the end, to make room for what waits, and to read it
 STATS_EVERY = 0.02  # seconds between two snapshots for a client that none of a step's deltas is for
 
 
@@ -100,7 +100,7 @@ class Port:
         self.socket.setsockopt(zmq.SNDHWM, ROOM)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else what there is no room for would be dropped
         self.socket.setsockopt(zmq.RCVHWM, 0)
-        self.socket.setsockopt(zmq.LINGER, 1000)
+        self.socket.setsockopt(zmq.LINGER, round(LAST_WORDS * 1000))
         self.socket.bind(address)
         self.address = self.socket.get_string(zmq.LAST_ENDPOINT)
         self.bell = os.eventfd(0, os.EFD_NONBLOCK)

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 
 from planaria.node import readable
 
+LEAST_ADDRESSES = 512 << 20  # bytes of a server, whatever its model; libraries abort where they get none
+
 _PREFIX = "planaria: "
 _PR_SET_PDEATHSIG = 1
 _F_SETSIG = 10
@@ -49,6 +51,17 @@ def raise_descriptor_limit() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def few_addresses() -> str:
+    """Why this process hasn't the addresses of a server, or ""."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft == resource.RLIM_INFINITY or soft >= LEAST_ADDRESSES:
+        return ""
+    return (
+        f"this process may have {soft >> 20} MiB of addresses (ulimit -v); a server needs {LEAST_ADDRESSES >> 20} MiB "
+        "and those of its model: raise the limit, or take it away with ulimit -v unlimited"
+    )
 
 
 def leave_signals_to_parent() -> None:

@@ -10,12 +10,16 @@ def main(args: list[str] | None = None) -> int:
     """Run a command; exit code 2 for a user's mistake, 1 for a failure, each with one line on standard error."""
     words = sys.argv[1:] if args is None else args
     serves = words[:1] == ["serve"] and not any(word.startswith("--help") for word in words)
-    if not serves or sys.platform != "linux":  # elsewhere nothing is kept in processes, and _run says so
-        return _run(words)
-    from planaria.cli.early import begun
+    try:
+        if not serves or sys.platform != "linux":  # elsewhere nothing is kept in processes, and _run says so
+            return _run(words)
+        from planaria.cli.early import begun
 
-    with begun():
-        return _run(words)
+        with begun():
+            return _run(words)
+    except MemoryError:
+        print("planaria: there is no more memory (ulimit -v, a container's limit)", file=sys.stderr)
+        return 1
 
 
 def _run(words: list[str]) -> int:
@@ -24,11 +28,14 @@ def _run(words: list[str]) -> int:
     with importing():
         from planaria.cli.app import app, only
     from planaria.env import log_format, log_level
-    from planaria.errors import PlanariaError, UserError
+    from planaria.errors import CapacityError, PlanariaError, UserError
     from planaria.logs import as_json, setup_logging
+    from planaria.processes import few_addresses
 
     try:
         setup_logging(log_level(), log_format())
+        if words[:1] == ["serve"] and (few := few_addresses()):
+            raise CapacityError(few)
         only(app, words[0] if words else "")(words, standalone_mode=True)
     except PlanariaError as e:
         if as_json():

@@ -8,12 +8,15 @@ from collections.abc import Iterator
 
 from planaria import preload
 from planaria.hosts import forkserver
-from planaria.processes import raise_descriptor_limit
+from planaria.processes import few_addresses, raise_descriptor_limit
 
 
 @contextlib.contextmanager
 def begun() -> Iterator[None]:
-    """For the main thread. What nobody asks for until the block ends, ends with it."""
+    """For the main thread. What nobody asks for until it ends, ends with it. Nothing, where no server can be."""
+    if few_addresses():
+        yield
+        return
     raise_descriptor_limit()
     forkserver.begin(preload.before_it_is_known())
     from planaria.config.machine import present_platform

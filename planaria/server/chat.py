@@ -14,8 +14,8 @@ from starlette.types import Receive
 from planaria.errors import RequestError
 from planaria.parsers.reading import Reading
 from planaria.server.common import (
-    LONG_BODY,
     Envelope,
+    by_length,
     encode_json,
     event_of,
     finite,
@@ -125,7 +125,7 @@ async def held_form(
     tokenizer = service.need_tokenizer("messages")
     if has_form(tools, reading, params):
         assert tools is not None and reading is not None
-        form = call_form(tools, reading, template, tokenizer)
+        form = await by_length(service, request, lambda: call_form(tools, reading, template, tokenizer))
         held = msgspec.structs.replace(params, structured_outputs=form)
         params = with_calls(params, (await _constrained(service, held, tools, request.receive)).grammar)
     return thinking_first(params, reading, tokenizer)
@@ -147,13 +147,9 @@ async def tools_of(service: Service, request: Request, body: ChatCompletionReque
     """What a request says of tools, checked; None: nothing. Raises RequestError."""
     if body.tools is None and body.tool_choice is None:
         return None
-
-    def work() -> Tools:
-        return check_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-
-    short = len(await request.body()) <= LONG_BODY
-    tools = work() if short else await service.in_thread(work, request.receive)
-    return tools
+    return await by_length(
+        service, request, lambda: check_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+    )
 
 
 def _variables(body: ChatCompletionRequest, *, trusted: bool) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,7 +23,7 @@ from planaria.server.tokenise import Tokenizer
 from planaria.types import SamplingParams, StructuredOutputsParams, TokenLogprobs
 
 LONG_WORDS = 200  # characters of stop strings and bad words from which they are worked on in a thread
-LONG_BODY = 1 << 16  # bytes from which a body is read in a thread
+LONG_BODY = 1 << 14  # bytes from which a body is read, and what its tools ask for is made, in a thread
 LOWEST = -9999.0  # said for log-probabilities JSON has no number for
 
 _LISTS = ("bad_words", "stop_token_ids", "allowed_token_ids")
@@ -32,6 +33,7 @@ _FORMATS = ("text", "json_object", "json_schema", "structural_tag", "json", "reg
 _SAME = tuple(name for name in SamplingParams.__struct_fields__ if name in GenerationRequest.model_fields.keys() - _OWN)
 
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -51,10 +53,14 @@ async def read(request: Request, model: type[M]) -> M:
                 code="unsupported_media_type", status=415,
             )  # fmt: skip
     body = await request.body()
-    if len(body) <= LONG_BODY:
-        return parse(model, body)
-    service: Service = request.app.state.service
-    return await service.in_thread(lambda: parse(model, body), request.receive)
+    return await by_length(request.app.state.service, request, lambda: parse(model, body))
+
+
+async def by_length(service: Service, request: Request, work: Callable[[], T]) -> T:
+    """`work` that takes the longer the longer a request's body is: in a thread from `LONG_BODY` on."""
+    if len(await request.body()) <= LONG_BODY:
+        return work()
+    return await service.in_thread(work, request.receive)
 
 
 def sampling_params(

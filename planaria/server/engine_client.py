@@ -33,7 +33,7 @@ from planaria.wire import Dead, FromEngine, Shutdown, ToEngine
 logger = logging.getLogger("planaria.server")
 
 ENGINE = "planaria.engine_process"  # what an engine's process runs
-LAST_WORDS = 0.5  # seconds a message of an ended process may still take
+LAST_WORDS = 0.5  # seconds the next message of an ended process may still take
 EXIT_TIMEOUT = 10.0  # seconds an engine gets to end by itself
 LOOK = 0.25  # seconds between looks at a process that is not known to have ended
 STOPPED = 2.0  # seconds a process may be stopped (SIGSTOP) before it counts as lost
@@ -60,7 +60,8 @@ class EngineConnection:
 
     def __init__(self, hear: Callable[[FromEngine], None]) -> None:
         self.hear = hear
-        self.silent = 0.0  # seconds without a message, by looks: a server that was stopped itself doesn't count them
+        self.heard = 0  # messages
+        self.silent = 0.0  # seconds without one, by looks: a server that was stopped itself doesn't count them
         self._said: asyncio.Future[Dead] = asyncio.get_running_loop().create_future()
         self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._encoder = msgspec.msgpack.Encoder()
@@ -111,7 +112,7 @@ class EngineConnection:
         try:
             while True:
                 message = self._decoder.decode(await self._socket.recv())  # which doesn't wait while there are any
-                self.silent = 0.0
+                self.silent, self.heard = 0.0, self.heard + 1
                 if isinstance(message, Dead) and not self._said.done():
                     self._said.set_result(message)
                 self.hear(message)
@@ -121,6 +122,13 @@ class EngineConnection:
         except Exception as e:
             logger.debug("what the engine said could not be used", exc_info=True)
             self.give_up(f"said what can't be: {e}")
+
+    async def last_words(self) -> None:
+        """Hear an engine that has ended out: what it said before it said why is read first."""
+        heard = -1
+        while not self._said.done() and heard < self.heard:
+            heard = self.heard
+            await asyncio.wait({self._said}, timeout=LAST_WORDS)
 
     def close(self) -> None:
         if self._listener is not None:
@@ -176,7 +184,7 @@ class EngineHandle(EngineConnection):
         how, spoke = await exit
         fence = time.monotonic() - began
         if not why and spoke:  # what it said before it ended is the better reason, and may not have been read yet
-            await asyncio.wait({self._said}, timeout=LAST_WORDS)
+            await self.last_words()
         self._close()
         return Ended(why or how, self._said.result() if self._said.done() else None, detect, fence)
 

@@ -15,6 +15,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 16_384
 MAX_PARTS = 16_384  # of all messages together
 MAX_DEPTH = 64  # of lists and objects in a message's further fields
+_FLAT = frozenset({str, int, float, bool, type(None)})  # what has nothing in it, which is quickly seen
 
 
 def check_messages(messages: object, place: str = "messages") -> list[dict[str, Any]]:
@@ -99,8 +100,8 @@ def check_depth(value: object, place: str) -> None:
         level = [
             child
             for value in level
-            for child in (value.values() if isinstance(value, Mapping) else value)  # type: ignore[attr-defined]
-            if isinstance(child, (list, tuple, Mapping))
+            for child in (value.values() if isinstance(value, (dict, Mapping)) else value)  # type: ignore[attr-defined]
+            if type(child) not in _FLAT and isinstance(child, (list, tuple, Mapping))
         ]
         if not level:
             return

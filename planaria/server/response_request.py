@@ -12,7 +12,7 @@ from starlette.requests import Request
 from planaria.errors import RequestError
 from planaria.parsers.reading import Reading
 from planaria.server.chat import held_form
-from planaria.server.common import LONG_BODY, sampling_params, spelled
+from planaria.server.common import by_length, sampling_params, spelled
 from planaria.server.inputs import room, submissions
 from planaria.server.records import ConversationItem
 from planaria.server.response_input import conversation_of, from_turn, turns
@@ -35,8 +35,7 @@ async def asked_of(
     tokenizer = service.need_tokenizer("input")
     params = sampling_params(body, service.config.sampling_defaults, max_tokens=body.max_output_tokens, logprobs=None)
     try:
-        short = len(await request.body()) <= LONG_BODY
-        tools = _tools(body) if short else await service.in_thread(lambda: _tools(body), request.receive)
+        tools = await by_length(service, request, lambda: _tools(body))
         forced = tools is not None and tools.forced  # a call, which is no text
         params = await spelled(service, params, request, None if forced else _form(body), "text.format")
         ids = await _prompt(service, request, body, items, facts, _variables(body, tools))

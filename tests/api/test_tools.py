@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from typing import Any
 
 import openai
 import pytest
 
 from planaria.checkpoint import resolve_checkpoint
+from planaria.server import chat
 from planaria.server.chat_calls import LONG_READING, InOrder
 from planaria.server.stream import Piece
 from planaria.server.tokenise import Tokenizer, load_tokenizer
@@ -191,6 +193,25 @@ async def test_a_conversation_with_tools(talk) -> None:
         assert (await t.ask(messages=messages)).message.content == "It is sunny."
         end = "[system]Be brief.[user]What is it like?[assistant]Hm.(call_1 get_weather Rome)[tool]Sunny.[assistant]"
         assert t.prompt.endswith(end)
+
+
+async def test_many_tools_are_looked_at_beside_the_event_loop(talk, monkeypatch) -> None:
+    threads = []
+
+    def noted(work: Any) -> Any:
+        def done(*args: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return work(*args)
+
+        return done
+
+    for name in ("check_tools", "call_form"):
+        monkeypatch.setattr(chat, name, noted(getattr(chat, name)))
+    tools = [{"type": "function", "function": {"name": f"f{i}", "description": "x" * 60}} for i in range(150)]
+    async with talk() as t:
+        t.says("x")
+        await t.ask(tools=tools, tool_choice="required", max_tokens=1)
+    assert len(threads) == 2 and all("text" in name for name in threads)
 
 
 @pytest.mark.parametrize(

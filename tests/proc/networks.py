@@ -8,13 +8,20 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import DEVNULL
 
 _numbers = itertools.count()
+
+# Waits until nobody holds its input any more.
+REMOVE = """
+cat > /dev/null
+for space; do ip netns pids "$space" | xargs -r kill -9; ip netns del "$space"; rm -rf "/etc/netns/$space"; done
+"""
 
 
 class Networks:
     """Namespaces: 10.93.0.1 is in the first, 10.93.0.2 in the second, and so on. elsewhere: each has a second cable,
-    10.94.0.1 and so on, to nobody, and that is its default route."""
+    10.94.0.1 and so on, to nobody, and that is its default route. They end with this process, however that ends."""
 
     def __init__(self, count: int, elsewhere: bool) -> None:
         mark = f"{os.getpid()}n{next(_numbers)}"
@@ -22,6 +29,8 @@ class Networks:
         self.switch = f"planaria-{mark}-s"
         self.spaces = [f"planaria-{mark}-{i}" for i in range(1, count + 1)]
         self.ends = [f"pln{mark}{chr(97 + i)}" for i in range(count)]  # at most 15 characters
+        command = ["sh", "-c", REMOVE, "sh", *self.spaces, self.switch]
+        self._remover = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=DEVNULL, start_new_session=True)
 
     @property
     def prefixes(self) -> list[tuple[str, ...]]:
@@ -64,11 +73,10 @@ class Networks:
         ip("-n", self.switch, "link", "set", port, "up")
 
     def remove(self) -> None:
-        for space in (*self.spaces, self.switch):
-            subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
-            (Path("/etc/netns", space) / "resolv.conf").unlink(missing_ok=True)
-            if Path("/etc/netns", space).is_dir():
-                Path("/etc/netns", space).rmdir()
+        """With whatever still runs there."""
+        assert self._remover.stdin is not None
+        self._remover.stdin.close()
+        self._remover.wait()
 
 
 def ip(*args: str) -> None:

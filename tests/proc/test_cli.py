@@ -150,6 +150,16 @@ def test_no_thread_is_one_line(
     assert one_line(capfd.readouterr().err).startswith("planaria: can't start new thread")
 
 
+@pytest.mark.parametrize(
+    ("mib", "says"), [(20, "there is no more memory"), (100, "this process may have 100 MiB of addresses (ulimit -v)")]
+)
+def test_few_addresses_are_one_line(mib: int, says: str) -> None:
+    """Libraries that get none abort, or can't be imported."""
+    serve = f"ulimit -v {mib << 10}; exec {sys.executable} -m planaria serve smollm2 --port 0"
+    result = subprocess.run(["sh", "-c", serve], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 1 and one_line(result.stderr).startswith(f"planaria: {says}")
+
+
 def test_what_serve_began_before_it_read_its_options_ends_with_it(
     monkeypatch: pytest.MonkeyPatch, in_process: None
 ) -> None:

@@ -4,6 +4,8 @@ takes its sequences with it."""
 from __future__ import annotations
 
 import asyncio
+import itertools
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import zmq
 from planaria.engine_port import Port
 from planaria.server.engine_client import EngineConnection
 from planaria.types import Delta, FinishReason, SamplingParams
-from planaria.wire import Cancel, EngineFacts, EngineStats, FromEngine, Gone, Output, Recovery, Submit, ToEngine
+from planaria.wire import Cancel, Dead, EngineFacts, EngineStats, FromEngine, Gone, Output, Recovery, Submit, ToEngine
 from tests.api.fake_engine import facts
 
 
@@ -173,3 +175,59 @@ async def test_a_front_end_that_does_not_get_to_reading_holds_a_few_messages(por
         assert port.waiting
     finally:
         connection.close()
+
+
+class Clock:
+    """A second goes by in each sleep, in which `meanwhile` is called."""
+
+    def __init__(self, meanwhile: Any) -> None:
+        self.monotonic, self.meanwhile = itertools.count().__next__, meanwhile
+
+    def sleep(self, seconds: float) -> None:
+        self.meanwhile()
+
+
+def test_last_words_wait_for_who_reads_late(
+    port: Port, context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind more than there is room for, of a server that does nothing for a while."""
+    client = Client(context, port.address, "late", room=4)
+    port.hello()
+    tokens, step = [7] * 50_000, 0
+    client.send(submit("a"))
+    received(port, 1)
+    while not port.waiting:
+        port.send(Output([Delta("a", step * len(tokens), tokens)], EngineStats(step=step)))
+        step += 1
+    port.send(Dead("crash", "why"))
+    heard: list[FromEngine] = []
+    slept = itertools.count(1)
+
+    def meanwhile() -> None:
+        if next(slept) > 3:
+            while client.socket.poll(20):
+                heard.append(client.hears())
+
+    monkeypatch.setattr("planaria.engine_port.time", Clock(meanwhile))
+    port.close()
+    while not heard or heard[-1] != Dead("crash", "why"):
+        heard.append(client.hears())
+
+
+async def test_an_engine_that_has_ended_is_heard_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes to read what it said before its last words."""
+    monkeypatch.setattr("planaria.server.engine_client.LAST_WORDS", 0.02)
+    monkeypatch.setattr("planaria.server.engine_client.SLICE", 0.0)
+    port = Port(f"ipc://{tmp_path}/engine")
+    connection = EngineConnection(lambda message: time.sleep(0.01))
+    connection.connect(port.address)
+    try:
+        await asyncio.to_thread(port.hello)
+        for step in range(20):
+            port.send(output(step))
+        port.send(Dead("crash", "why"))
+        await connection.last_words()
+        assert connection._said.done() and connection._said.result().message == "why"
+    finally:
+        connection.close()
+        port.close()

@@ -140,6 +140,24 @@ def two_networks() -> Iterator[list[tuple[str, ...]]]:
         pytest.skip(f"network namespaces can't be made here: {getattr(e, 'stderr', '') or e}")
 
 
+def test_networks_and_what_runs_there_end_with_the_tests(two_networks: list[tuple[str, ...]]) -> None:
+    """Also with a run of them that is killed."""
+    makes = """
+import subprocess, sys, time
+from tests.proc.networks import several_networks
+with several_networks(1) as networks:
+    run = subprocess.Popen([*networks.prefixes[0], "sleep", "1000"], stdout=subprocess.DEVNULL)
+    print(networks.spaces[0], run.pid, flush=True)
+    time.sleep(1000)
+"""
+    with subprocess.Popen([sys.executable, "-c", makes], stdout=subprocess.PIPE, text=True) as tests:
+        assert tests.stdout is not None
+        space, pid = tests.stdout.readline().split()
+        tests.kill()
+    wait_until("it has ended", lambda: not alive(int(pid)), PATIENCE)
+    wait_until("nothing is left", lambda: not any(Path(f, space).exists() for f in ("/run/netns", "/etc/netns")))
+
+
 @pytest.mark.parametrize("layout", ["-pp", pytest.param("-tp", marks=pytest.mark.long)])
 @pytest.mark.row("X2")
 def test_two_networks_give_the_same_tokens(
