@@ -16,6 +16,7 @@ from typer.core import TyperCommand
 
 from planaria.cli.help import PlainCommand
 from planaria.config.declared import options_of
+from planaria.config.json_option import json_option
 from planaria.config.options import EngineOptions
 from planaria.config.vllm_words import RENAMED, WORDS, said, value_of, without_effect
 from planaria.errors import ConfigError, UserError
@@ -87,7 +88,7 @@ class Translation:
 
         try:
             values = yaml.safe_load(Path(path).expanduser().read_text())
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
+        except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as e:
             raise ConfigError("--config", path, f"can't be read: {' '.join(str(e).split())}") from None
         if not isinstance(values, dict):
             raise ConfigError("--config", path, "is no list of options", "write name: value, one a line")
@@ -102,7 +103,7 @@ class Translation:
                     yield flag if value else f"--no-{flag[2:]}"
                 continue
             for one in value if isinstance(value, list) and known is not None and known.multiple else [value]:
-                yield from (flag, one if isinstance(one, str) else json.dumps(one))
+                yield from (flag, one if isinstance(one, str) else json.dumps(one, default=str))
 
     def of(self, args: list[str]) -> list[str]:
         """The same in this package's words. Raises UserError."""
@@ -151,7 +152,7 @@ class Translation:
             if known.name == "served_model_names" and values[-1] not in placed:
                 _verify_name(values[-1], flag)
         if known.multiple and values[0].startswith("["):  # vLLM's way to write a list
-            values = json.loads(values[0])
+            values = json_option(flag, values[0], list[str | int | float], """write '["a", "b"]'""")
         for each in values:
             value, line = value_of(known.name, str(each))
             self.values += [line] if line else []

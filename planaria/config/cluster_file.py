@@ -11,6 +11,7 @@ from typing import Annotated
 
 import msgspec
 
+from planaria.config.json_option import UNREADABLE
 from planaria.config.sizes import parse_bytes
 from planaria.errors import ConfigError
 from planaria.topology import Cluster, Device, Node
@@ -52,7 +53,7 @@ def cluster_from(data: bytes, name: str) -> Cluster:
         nodes = msgspec.json.decode(data, type=_File).nodes
     except msgspec.ValidationError as e:
         raise ConfigError("--cluster", name, str(e).replace("`$.", "`").replace("`$`", "the file"), _FORM) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+    except UNREADABLE as e:
         raise ConfigError("--cluster", name, f"is not JSON: {e}", _FORM) from None
     _once("id", [(node.id, f"nodes[{i}]") for i, node in enumerate(nodes)], name)
     heads = [node.id for node in nodes if node.head]

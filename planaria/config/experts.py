@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from planaria.config.all2all import DEFAULT, EXCHANGES, ExpertShapes, check_library, check_shapes
+from planaria.config.json_option import json_option
 from planaria.config.options import EngineOptions, EPLBConfig, ParallelConfig
 from planaria.errors import ConfigError
 from planaria.models.config import ModelConfig
@@ -44,14 +45,7 @@ def eplb_config(given: str | dict[str, Any] | None) -> EPLBConfig:
     """From JSON, or what it says. Raises ConfigError for a field that is unknown, of another type, or out of range."""
     if given is None:
         return EPLBConfig()
-    try:
-        said = msgspec.json.decode(given) if isinstance(given, str) else given
-        config = msgspec.convert(said, EPLBConfig)
-    except (msgspec.DecodeError, msgspec.ValidationError) as e:
-        names = ", ".join(EPLBConfig.__struct_fields__)
-        shown = repr(given) if isinstance(given, str) else given
-        fix = f"""write '{{"num_redundant_experts": 8}}'; fields: {names}"""
-        raise ConfigError(_EPLB_CONFIG, shown, f"can't be read: {e}", fix) from None
+    config: EPLBConfig = json_option(_EPLB_CONFIG, given, EPLBConfig, """write '{"num_redundant_experts": 8}'""")
     least = {"window_size": 1, "step_interval": 1, "num_redundant_experts": 0}
     if config.log_balancedness:
         least["log_balancedness_interval"] = 1

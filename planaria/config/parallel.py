@@ -15,6 +15,7 @@ import msgspec
 from planaria.config.data_parallel import data_parallel_fields, on_nodes
 from planaria.config.declared import check, picked
 from planaria.config.experts import expert_fields
+from planaria.config.json_option import json_option
 from planaria.config.machine import Machine
 from planaria.config.options import EngineOptions, ParallelConfig
 from planaria.errors import ConfigError
@@ -189,11 +190,10 @@ def _list(option: str, given: str | tuple[int, ...] | None, fix: str) -> tuple[i
 def _runtime_env(given: str | dict[str, Any] | None) -> dict[str, Any] | None:
     if not isinstance(given, str):
         return given
-    try:
-        return msgspec.json.decode(given, type=dict[str, Any])
-    except (msgspec.DecodeError, msgspec.ValidationError) as e:
-        fix = """write '{"env_vars": {"NAME": "value"}}'"""
-        raise ConfigError("--ray-runtime-env", repr(given), f"is not a JSON object: {e}", fix) from None
+    env: dict[str, Any] = json_option(
+        "--ray-runtime-env", given, dict[str, Any], """write '{"env_vars": {"NAME": "value"}}'"""
+    )
+    return env
 
 
 def _class_path(option: str, given: str, default: str) -> None:

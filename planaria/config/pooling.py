@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from planaria.checkpoint.spec import Checkpoint
+from planaria.config.json_option import json_option
 from planaria.config.options import EngineOptions, PoolingConfig
 from planaria.errors import ConfigError, ModelError
 from planaria.models.config import ModelConfig
@@ -32,24 +33,13 @@ class PoolerWords(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     softmax: bool | None = None
 
 
-def json_option(flag: str, given: str | dict[str, Any] | None, kind: type[Any]) -> Any:
-    """An option that is JSON, or what that says. Raises ConfigError."""
-    try:
-        said = msgspec.json.decode(given) if isinstance(given, str) else given
-        return msgspec.convert(said or {}, kind)
-    except (msgspec.DecodeError, msgspec.ValidationError) as e:
-        fields = getattr(kind, "__struct_fields__", None)
-        fix = f"fields: {', '.join(fields)}" if fields else "give a JSON object"
-        raise ConfigError(flag, repr(given), f"can't be read: {e}", fix) from None
-
-
 def resolve_pooling(
     options: EngineOptions, checkpoint: Checkpoint, model: ModelConfig, *, splits: bool
 ) -> tuple[ModelConfig, PoolingConfig]:  # fmt: skip
     """The model with the head that it is to have, and what it answers with. splits: steps are computed in parts, or
     together with other lanes, so they can't give logits and hidden states at once. Raises ConfigError, ModelError."""
     runner, convert, found = options.runner, options.convert, checkpoint.sentence
-    words = json_option(FLAG, options.pooler_config, PoolerWords)
+    words = json_option(FLAG, options.pooler_config or {}, PoolerWords)
     if runner == "auto":
         asked = convert in ("embed", "classify") or found or not model.has_logits
         runner = "pooling" if asked else "generate"

@@ -16,6 +16,7 @@ from planaria.checkpoint.shared import SharedWeights, tensors_for
 from planaria.config.data_parallel import may_slice
 from planaria.config.declared import check, picked
 from planaria.config.experts import expert_map, expert_shapes, resolve_experts
+from planaria.config.json_option import json_option
 from planaria.config.kinds import of_two_kinds
 from planaria.config.machine import (
     Machine,
@@ -41,7 +42,7 @@ from planaria.config.options import (
     TierConfig,
 )
 from planaria.config.parallel import ranks_here, resolve_parallel, steps_in_flight, uses_ray
-from planaria.config.pooling import json_option, resolve_pooling
+from planaria.config.pooling import resolve_pooling
 from planaria.config.secret import deployment_secret
 from planaria.config.sizes import AUTO, parse_bytes, parse_tokens
 from planaria.config.speculative import draft_source, speculative_config
@@ -224,7 +225,7 @@ def _model(
 def _checkpoint(options: EngineOptions) -> Checkpoint:
     """The model's. Raises ConfigError, ModelError."""
     found = resolve_checkpoint(options.model, Hub(options.revision, options.download_dir))
-    if overrides := json_option("--hf-overrides", options.hf_overrides, dict[str, Any]):
+    if overrides := json_option("--hf-overrides", options.hf_overrides or {}, dict[str, Any]):
         return msgspec.structs.replace(found, config={**found.config, **overrides})
     return found
 

@@ -9,6 +9,7 @@ import msgspec
 from planaria.checkpoint import Checkpoint, resolve_checkpoint
 from planaria.checkpoint.head import headed
 from planaria.checkpoint.resolve import Hub
+from planaria.config.json_option import json_option
 from planaria.config.options import DraftSource, ParallelConfig, SpeculativeConfig
 from planaria.errors import ConfigError
 from planaria.models import model_config
@@ -29,17 +30,10 @@ def speculative_config(given: str | dict[str, Any] | None) -> SpeculativeConfig 
     """From JSON, or what it says. Raises ConfigError for a field that is unknown, of another type, or out of range."""
     if given is None:
         return None
-    shown = repr(given) if isinstance(given, str) else given
-    try:
-        said = msgspec.json.decode(given) if isinstance(given, str) else given
-        if isinstance(said, dict) and said.get("method") in LATER:
-            raise ConfigError(
-                f"{FLAG} method", said["method"], "is not here yet", f"choose one of {', '.join(METHODS)}"
-            )
-        config = msgspec.convert(said, SpeculativeConfig)
-    except (msgspec.DecodeError, msgspec.ValidationError) as e:
-        fix = f"{EXAMPLE}; fields: {', '.join(SpeculativeConfig.__struct_fields__)}"
-        raise ConfigError(FLAG, shown, f"can't be read: {e}", fix) from None
+    said = json_option(FLAG, given, Any)
+    if isinstance(said, dict) and str(said.get("method")) in LATER:  # whose fields are others
+        raise ConfigError(f"{FLAG} method", said["method"], "is not here yet", FIX)
+    config: SpeculativeConfig = json_option(FLAG, said, SpeculativeConfig, EXAMPLE)
     if not config.method:
         config = msgspec.structs.replace(config, method="draft_model" if config.model else "ngram")
     if config.method not in METHODS:

@@ -12,6 +12,7 @@ from uuid import uuid4
 
 import msgspec
 
+from planaria.config.json_option import json_option
 from planaria.config.machine import own_folder
 from planaria.config.options import EngineOptions, ParallelConfig, TierConfig, TransferConfig
 from planaria.config.secret import deployment_secret
@@ -71,12 +72,7 @@ def transfer_config(options: EngineOptions, parallel: ParallelConfig) -> Transfe
     given = options.kv_transfer_config
     if given is None:
         return _between_nodes(parallel) if parallel.splits_prefill else None
-    try:
-        said = msgspec.json.decode(given) if isinstance(given, str) else given
-        config = msgspec.convert(said, KVTransferConfig)
-    except (msgspec.DecodeError, msgspec.ValidationError) as e:
-        fix = f"{EXAMPLE}; fields: {', '.join(KVTransferConfig.__struct_fields__)}"
-        raise ConfigError(FLAG, given, f"can't be read: {e}", fix) from None
+    config: KVTransferConfig = json_option(FLAG, given, KVTransferConfig, EXAMPLE)
     name = config.kv_connector
     if name not in CONNECTORS:
         fix = f"use one of {', '.join(CONNECTORS)}"

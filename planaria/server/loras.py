@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from planaria.checkpoint.adapter import Adapter, read_adapter
+from planaria.config.json_option import json_option
 from planaria.config.options import EngineConfig, LoRAConfig
 from planaria.errors import ConfigError, ModelError, RequestError
 from planaria.models.config import ModelConfig
@@ -136,10 +137,7 @@ def named_paths(modules: Sequence[str]) -> Iterator[tuple[str, str]]:
     for given in modules:
         name, found, path = given.partition("=")
         if given.lstrip().startswith("{"):
-            try:
-                said = msgspec.json.decode(given, type=dict[str, str | None])
-            except msgspec.MsgspecError as e:
-                raise ConfigError("--lora-modules", given, f"can't be read: {e}", "write NAME=PATH") from None
+            said = json_option("--lora-modules", given, dict[str, str | None], "write NAME=PATH")
             name, path = said.get("name") or "", said.get("path") or ""
             found = path
         if not name or not found or not path:

@@ -164,7 +164,8 @@ def test_counted() -> None:
         ({"method": "eagle"}, "wants a model that drafts"), ({"tokens": 3}, "unknown field `tokens`"),
         ({"num_speculative_tokens": 65}, "must be from 1 to 64"), ({"num_speculative_tokens": -1}, "must be from 1"),
         ({"prompt_lookup_min": 9, "prompt_lookup_max": 3}, "prompt_lookup_min 9: must be from 1 to 3"),
-        ({"num_speculative_tokens": "3"}, "can't be read"), ([1], "can't be read"),
+        ({"num_speculative_tokens": "3"}, "can't be read"), ([1], "can't be read"), ({"method": []}, "can't be read"),
+        ("[" * 100_000, "[[[...: can't be read: maximum recursion depth exceeded"),
         ({"suffix_decoding_min_token_prob": float("nan")}, "must be from 0 to 1"),
     ],
 )  # fmt: skip

@@ -225,12 +225,23 @@ def test_arguments_without_effect_are_named_in_one_line() -> None:
         (["M", "--port"], r"^--port needs a value$"),
         (["M", "--model", "N"], r"^MODEL is given twice, by its place and as --model N"),
         (["M", "--config", "/no/such"], r"^--config /no/such: can't be read"),
+        (["M", "--served-model-name", "[abc"], r"^--served-model-name '\[abc': can't be read: JSON is malformed"),
+        (["M", "--served-model-name", "[1, [2]]"], r"can't be read: Expected .*got `array`"),
     ],
 )
 def test_what_cant_be_is_said_by_its_name(args: list[str], says: str) -> None:
     found = translation()
     with pytest.raises(UserError, match=says):
         found.of(found.with_file(args))
+
+
+def test_a_file_may_have_anything_in_it(tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text("[" * 100_000)
+    with pytest.raises(UserError, match="can't be read: maximum recursion depth"):
+        translation().with_file(["--config", str(file)])
+    file.write_text("port: {on: 2024-01-01}")
+    assert translation().with_file(["--config", str(file)]) == ["--port", '{"true": "2024-01-01"}']
 
 
 def test_a_value_is_no_option() -> None:
