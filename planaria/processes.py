@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from planaria.node import readable
 
-LEAST_ADDRESSES = 512 << 20  # bytes of a server, whatever its model; libraries abort where they get none
+LEAST_ADDRESSES = 512 << 20  # bytes of an engine, whatever its model; libraries abort where they get none
 
 _PREFIX = "planaria: "
 _PR_SET_PDEATHSIG = 1
@@ -54,12 +54,12 @@ def raise_descriptor_limit() -> None:
 
 
 def few_addresses() -> str:
-    """Why this process hasn't the addresses of a server, or ""."""
+    """Why this process hasn't the addresses of an engine, or ""."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft == resource.RLIM_INFINITY or soft >= LEAST_ADDRESSES:
         return ""
     return (
-        f"this process may have {soft >> 20} MiB of addresses (ulimit -v); a server needs {LEAST_ADDRESSES >> 20} MiB "
+        f"this process may have {soft >> 20} MiB of addresses (ulimit -v); an engine needs {LEAST_ADDRESSES >> 20} MiB "
         "and those of its model: raise the limit, or take it away with ulimit -v unlimited"
     )
 

@@ -34,7 +34,7 @@ def _run(words: list[str]) -> int:
 
     try:
         setup_logging(log_level(), log_format())
-        if words[:1] == ["serve"] and (few := few_addresses()):
+        if words[:1] in (["serve"], ["generate"], ["batch"]) and (few := few_addresses()):
             raise CapacityError(few)
         only(app, words[0] if words else "")(words, standalone_mode=True)
     except PlanariaError as e:

@@ -151,12 +151,14 @@ def test_no_thread_is_one_line(
 
 
 @pytest.mark.parametrize(
-    ("mib", "says"), [(20, "there is no more memory"), (100, "this process may have 100 MiB of addresses (ulimit -v)")]
-)
-def test_few_addresses_are_one_line(mib: int, says: str) -> None:
+    ("mib", "command", "says"),
+    [(20, "serve", "there is no more memory"), (100, "serve", "this process may have 100 MiB of addresses (ulimit -v)"),
+     (300, "generate -p x", "this process may have 300 MiB of addresses (ulimit -v)")],
+)  # fmt: skip
+def test_few_addresses_are_one_line(mib: int, command: str, says: str) -> None:
     """Libraries that get none abort, or can't be imported."""
-    serve = f"ulimit -v {mib << 10}; exec {sys.executable} -m planaria serve smollm2 --port 0"
-    result = subprocess.run(["sh", "-c", serve], capture_output=True, text=True, timeout=60, check=False)
+    limited = f"ulimit -v {mib << 10}; exec {sys.executable} -m planaria {command} smollm2"
+    result = subprocess.run(["sh", "-c", limited], capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 1 and one_line(result.stderr).startswith(f"planaria: {says}")
 
 
