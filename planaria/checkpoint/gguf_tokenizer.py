@@ -25,6 +25,12 @@ CASED = (
 )
 IDEOGRAPHS = "[一-龥ࠀ-一가-퟿]+"
 SPLITS = {  # one after the other, where there are several
+    "default": [  # llama.cpp's own, of files that name no model's
+        r"[\p{P}$+<=>^~|]+",
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+        r"\p{N}+",
+        "[0-9][0-9][0-9]",
+    ],
     "llama3": rf"{CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{SYMBOLS}",
     "qwen2": rf"{CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{SYMBOLS}",
     "tekken": (
@@ -48,7 +54,7 @@ SPLITS = {  # one after the other, where there are several
 }
 # tokenizer.ggml.pre -> kind of split
 PRE = {
-    "default": "gpt2", "gpt-2": "gpt2", "gpt2": "gpt2", "phi-2": "gpt2", "olmo": "gpt2",
+    "default": "default", "gpt-2": "gpt2", "gpt2": "gpt2", "phi-2": "gpt2", "olmo": "gpt2",
     "smollm": "digits", "starcoder": "digits", "refact": "digits", "codeshell": "digits",
     "llama-bpe": "llama3", "llama3": "llama3", "llama-v3": "llama3", "falcon3": "llama3", "pixtral": "llama3",
     "dbrx": "llama3", "smaug-bpe": "llama3",

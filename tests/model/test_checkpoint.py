@@ -254,7 +254,7 @@ def byte_level_split(pre: str) -> tuple[Any, Any]:
     return None, level
 
 
-@pytest.mark.parametrize("pre", ["smollm", "qwen2", "llama-bpe", "gpt-2", "default"])
+@pytest.mark.parametrize("pre", ["smollm", "qwen2", "llama-bpe", "gpt-2"])
 @pytest.mark.parametrize("add_bos", [None, True, False])
 def test_byte_level_tokenizers(tmp_path: Path, pre: str, add_bos: bool | None) -> None:
     backend = Backend(models.BPE(ignore_merges=pre == "llama-bpe"))
@@ -340,6 +340,7 @@ def sentencepiece(text: str, tokens: list[str], scores: list[float], prefix: boo
 @pytest.mark.parametrize(
     ("pre", "cuts"),
     [
+        ("default", "HTTPServer| camelCase| it|'|s| DON|'|T| |123|45|./|a|\n| x| | y| 中文"),
         ("gpt-4o", "HTTPServer| camel|Case| it's| DON'T| |123|45|./|a|\n| x| | y| 中文"),
         ("deepseek-coder", "HTTPServer| camelCase| it|'|s| DON|'|T| |1|2|3|4|5|./|a|\n| x| | y| |中文"),
         ("deepseek-v3", "HTTPServer| camelCase| it|'s| DON|'T| |123|45|./|a|\n| x| | y| |中文"),
@@ -599,6 +600,13 @@ def break_folder(folder: Path, how: str) -> str:
     if how == "wrong shape":
         rewrite(lambda h: h["a"].update(shape=[5, 8]))
         return "model.safetensors: damaged: tensor a [5, 8] has 128 bytes"
+    if how == "less than nothing":
+        rewrite(lambda h: h["a"].update(shape=[-4, -8]))
+        return "model.safetensors: damaged: tensor a [-4, -8]"
+    if how == "fused, and without rows":
+        name = "model.layers.0.mlp.gate_up_proj.weight"
+        rewrite(lambda h: h.update({name: {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}}))
+        return f"tensor {name} has shape []"
     if how == "wild offsets":
         rewrite(lambda h: h["a"].update(data_offsets=[-8, 120]))
         return "model.safetensors: damaged: tensor a"
@@ -612,7 +620,8 @@ def break_folder(folder: Path, how: str) -> str:
     [
         "no config", "bad config", "binary config", "config is a list", "quantized elsewhere", "bad generation config",
         "bad tokenizer config", "no weights", "only pickles", "empty", "cut in the header", "cut in the data",
-        "header is text", "header is a list", "wrong shape", "wild offsets", "no dtype",
+        "header is text", "header is a list", "wrong shape", "less than nothing", "fused, and without rows",
+        "wild offsets", "no dtype",
     ],
 )  # fmt: skip
 def test_damaged_folders(tmp_path: Path, how: str) -> None:
@@ -633,6 +642,8 @@ def test_damaged_shards(tmp_path: Path) -> None:
     assert "tensor c is in model.safetensors.index.json but in no file" in refusal(folder)
     index.write_text(json.dumps({"weight_map": {"a": "../../etc/passwd"}}))
     assert "names a file outside the folder" in refusal(folder)
+    index.write_text(json.dumps({"weight_map": {"a": "x" * 300}}))
+    assert "xxx: no such file, but" in refusal(folder)
     index.write_text(good)
     (folder / "model-00002-of-00002.safetensors").unlink()
     assert "model-00002-of-00002.safetensors: no such file, but" in refusal(folder)
