@@ -8,7 +8,6 @@ name. Nothing in a folder names another file; what is there must be plain files 
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import re
 import stat
@@ -27,6 +26,7 @@ from planaria.protocol import LoraModule
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG, MAX_NAMES = 1 << 20, 16 << 20  # bytes; of the header of tensors' names
+MAX_SCALE = 3e38
 TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 PLAIN = re.compile(r"\^?[\w.]+")  # keys of rank_pattern and alpha_pattern, which peft takes for regular expressions
@@ -103,8 +103,8 @@ def _check(path: Path, said: Mapping[str, Any], max_rank: int) -> None:
     if type(rank) is not int or not 1 <= rank <= max_rank:
         raise ModelError(f"{path}: r is {rank!r:.40}; it must be a number from 1 to --max-lora-rank ({max_rank})")
     for name, value in {"lora_alpha": alpha, **_pattern(path, said, "alpha_pattern")}.items():
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise ModelError(f"{path}: {name} is {value!r:.40}; it must be a number")
+        if type(value) not in (int, float) or not abs(value) < MAX_SCALE:
+            raise ModelError(f"{path}: {name} is {value!r:.40}; it must be a number that float32 holds")
     for name, value in _pattern(path, said, "rank_pattern").items():
         if type(value) is not int or not 1 <= value <= max_rank:
             raise ModelError(f"{path}: the rank of {name} is {value!r:.40}; it must be from 1 to {max_rank}")

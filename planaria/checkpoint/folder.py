@@ -116,7 +116,7 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     if (folder / INDEX).exists():
         names = sorted(set(_weight_map(folder).values()))
-        missing = [n for n in names if not (folder / n).exists()]
+        missing = [n for n in names if not os.path.exists(folder / n)]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ModelError(f"{folder / missing[0]}{more}: no such file, but {INDEX} names it; get the missing files")
@@ -163,7 +163,8 @@ def safetensors_header(path: Path | str, head: bytes, size: int, file: int) -> l
             begin, end = entry["data_offsets"]
             if not all(type(number) is int for number in (*entry["shape"], begin, end)):
                 raise ValueError
-            if not 0 <= begin <= end or (width and end - begin != math.prod(shape) * width):
+            wanted = math.prod(shape) * width if width else end - begin
+            if not 0 <= begin <= end or min(shape, default=0) < 0 or end - begin != wanted:
                 raise ModelError(f"{path}: damaged: tensor {name} {list(shape)} has {end - begin} bytes; get it again")
             if start + end > size:
                 raise ModelError(

@@ -49,7 +49,8 @@ def unfused(path: str, config: dict[str, Any], tensors: Sequence[TensorInfo]) ->
 def _rows(path: str, config: dict[str, Any], tensor: TensorInfo, match: re.Match[str]) -> Iterator[TensorInfo]:
     """q, k and v, or gate and up."""
     layer, fused, suffix = match.groups()
-    sizes = [tensor.shape[0] // 2] * 2
+    every = tensor.shape[0] if tensor.shape else 0
+    sizes = [every // 2] * 2
     names: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     if fused.startswith("self_attn"):
         names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -57,10 +58,10 @@ def _rows(path: str, config: dict[str, Any], tensor: TensorInfo, match: re.Match
         kv_heads: Any = config.get("num_key_value_heads") or heads
         if not all(isinstance(count, int) and count > 0 for count in (heads, kv_heads)):
             raise ModelError(f"{path}: config.json: num_attention_heads, num_key_value_heads: must be positive numbers")
-        sizes = [count * (tensor.shape[0] // (heads + 2 * kv_heads)) for count in (heads, kv_heads, kv_heads)]
-    if sum(sizes) != tensor.shape[0] or not tensor.shape[0]:
+        sizes = [count * (every // (heads + 2 * kv_heads)) for count in (heads, kv_heads, kv_heads)]
+    if sum(sizes) != every or not every:
         raise _undivided(path, tensor, ", ".join(names))
-    first, width = tensor.offset, tensor.nbytes // tensor.shape[0]
+    first, width = tensor.offset, tensor.nbytes // every
     row = 0
     for name, size in zip(names, sizes, strict=True):
         yield replace(

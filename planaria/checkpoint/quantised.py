@@ -94,7 +94,9 @@ def together(
     for stem, parts in stems.items():
         try:
             out += _weights(stem, parts, method, given, read)
-        except (KeyError, StopIteration, ValueError, TypeError, ZeroDivisionError) as e:
+        except (
+            ArithmeticError, AttributeError, KeyError, RecursionError, StopIteration, TypeError, ValueError,
+        ) as e:  # fmt: skip
             raise ModelError(
                 f"{path}: what is there of {stem} ({', '.join(sorted(parts))}) is no weight quantized with {method} "
                 f"({e}); get the model's files again"
@@ -172,11 +174,13 @@ def _nf4(parts: Parts, read: Callable[[TensorInfo], bytes]) -> tuple[Sequence[st
     said = json.loads(read(parts[state]))
     rows, columns = (int(size) for size in said["shape"])
     names = ("weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map")
-    kind = f"bnb4:{int(said['blocksize'])}"
+    sizes = [int(said["blocksize"])]
+    kind = f"bnb4:{sizes[0]}"
     if "weight.nested_absmax" in parts:
-        kind += f":{int(said['nested_blocksize'])}:{float(said['nested_offset'])}"
-    if parts["weight"].nbytes * 2 != rows * columns:
-        raise ValueError(f"{rows} x {columns} codes in {parts['weight'].nbytes} bytes")
+        sizes.append(int(said["nested_blocksize"]))
+        kind += f":{sizes[1]}:{float(said['nested_offset'])}"
+    if min(rows, columns, *sizes) < 1 or parts["weight"].nbytes * 2 != rows * columns:
+        raise ValueError(f"{rows} x {columns} codes in {parts['weight'].nbytes} bytes, blocks of {sizes}")
     parts.pop(state)
     return names, kind, (rows, columns)
 

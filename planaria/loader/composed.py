@@ -48,7 +48,7 @@ def composed(
             make(Wanted(info, range(row, min(row + step, last)), columns, read))
             for row in range(first, last, step) or (first,)
         ]  # fmt: skip
-    except (IndexError, ValueError) as e:
+    except (ArithmeticError, IndexError, TypeError, ValueError) as e:
         raise ModelError(
             f"tensor {info.name}: its parts don't fit together ({e}); get the model's files again"
         ) from None

@@ -98,6 +98,8 @@ REFUSED: list[tuple[dict[str, Any] | None, dict[str, Any], Callable[[Path], obje
     (None, {"modules_to_save": ["lm_head"]}, None, "modules_to_save is"),
     (None, {"r": 17}, None, "--max-lora-rank"), (None, {"r": True}, None, "r is True"),
     (None, {"r": 10**9}, None, "--max-lora-rank"), (None, {"lora_alpha": float("nan")}, None, "lora_alpha is nan"),
+    (None, {"lora_alpha": 10**400}, None, "float32 holds"),
+    (None, {"alpha_pattern": {"q_proj": 1e300}}, None, "q_proj is 1e"),
     (None, {"rank_pattern": {"(a+)+$": 3}}, None, "regular expressions"),
     (None, {"rank_pattern": {"q_proj": 99}}, None, "from 1 to 16"),
     (pair(rows=32), {}, None, "adapter is of another model"), (pair(columns=65), {}, None, "of another model"),

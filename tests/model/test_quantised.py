@@ -278,6 +278,31 @@ def test_parts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         resolve_checkpoint(str(folder))
 
 
+@pytest.mark.parametrize("state", ["[" * 100_000, '"blocksize": 1e400', '"blocksize": -64', '"blocksize": 0', "[]"])
+def test_json_among_the_tensors_may_be_anything(state: str, tmp_path: Path) -> None:
+    folder, _, values = write(tmp_path, "nf4")
+    tensors, name = load_file(folder / "model.safetensors"), next(iter(values))
+    said = f'{{"shape": {list(values[name].shape)}, {state}}}' if state[0] == '"' else state
+    tensors[f"{name}.quant_state.bitsandbytes__nf4"] = torch.frombuffer(bytearray(said.encode()), dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelError, match="is no weight quantized with bitsandbytes"):
+        resolve_checkpoint(str(folder))
+
+
+def test_groups_that_are_none_and_a_scale_of_nothing(tmp_path: Path) -> None:
+    folder, _, values = write(tmp_path, "compressed-int4")
+    key, config = next(iter(values)), folder / "config.json"
+    said, tensors = json.loads(config.read_text()), load_file(folder / "model.safetensors")
+    scale = key.replace("weight", "weight_scale")
+    save_file({**tensors, scale: tensors[scale][:, :0].contiguous()}, folder / "model.safetensors")
+    with WeightSource(resolve_checkpoint(str(folder))) as weights, pytest.raises(ModelError, match="don't fit"):
+        weights.get(key)
+    said["quantization_config"]["config_groups"] = []
+    config.write_text(json.dumps(said))
+    with pytest.raises(ModelError, match="is no weight quantized with compressed-tensors"):
+        resolve_checkpoint(str(folder))
+
+
 def test_what_is_unpacked_is_said(tmp_path: Path) -> None:
     folder, _, values = write(tmp_path, "nf4")
     checkpoint = resolve_checkpoint(str(folder))
