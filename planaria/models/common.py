@@ -17,7 +17,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 def common(hf: HF, generation: HF, *, head_dim: int | None = None) -> HF:
     """Arguments of ModelConfig. `head_dim`: what the family takes where config.json has none."""
-    activation = hf.get("hidden_act", "silu")
+    activation = str(hf.get("hidden_act", "silu"))
     if activation not in ACTIVATIONS:
         raise refuse("hidden_act", activation, f"is not supported; supported: {', '.join(ACTIVATIONS)}")
     hidden, heads = size(hf, "hidden_size"), size(hf, "num_attention_heads")

@@ -34,9 +34,9 @@ def llama(hf: HF, generation: HF) -> HF:
 def mistral(hf: HF, generation: HF) -> HF:
     """No biases; one sliding window for all layers (4096 if the field is missing, none if null)."""
     fields = common(hf, generation)
-    types = set(hf.get("layer_types") or ())
-    if len(types) > 1:
-        raise refuse("layer_types", sorted(types), "a Mistral model has the same attention in all layers")
+    types = hf.get("layer_types") or [FULL]
+    if not isinstance(types, list) or types.count(types[0]) < len(types):
+        raise refuse("layer_types", types, "a Mistral model has the same attention in all layers")
     return {**fields, "windows": one_window(hf, 4096)}
 
 
@@ -133,7 +133,7 @@ def smollm3(hf: HF, generation: HF) -> HF:
     fields = llama({"rope_theta": 2e6, "tie_word_embeddings": True, **hf}, generation)
     layers, every = fields["num_layers"], size(hf, "no_rope_layer_interval", 4)
     turned = hf.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(layers)]
-    if not isinstance(turned, list) or len(turned) < layers or not {0, 1}.issuperset(turned):
+    if not isinstance(turned, list) or len(turned) < layers or not all(turn in (0, 1) for turn in turned):
         raise refuse("no_rope_layers", turned, "must be a list of 0 and 1, one a layer")
     types = hf.get("layer_types")
     if types is None and flag(hf, "use_sliding_window") and hf.get("sliding_window") is not None:
@@ -172,8 +172,9 @@ def gemma3(hf: HF, generation: HF) -> HF:
     """Gemma 2 without caps, q and k normalised per head, five layers in six with a window and a rotary embedding of
     their own."""
     params, scaling = hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}
-    if not isinstance(params, dict) or not isinstance(scaling, dict):
-        raise refuse("rope_parameters", params, "must be an object, as must rope_scaling")
+    each = [params.get(kind) or {} for kind in (FULL, WINDOWED)] if isinstance(params, dict) else [params]
+    if not all(isinstance(given, dict) for given in (scaling, *each)):
+        raise refuse("rope_parameters", params, "must be an object, as must rope_scaling and what is in either")
     if FULL not in params and WINDOWED not in params:
         params = {
             FULL: {"rope_theta": hf.get("rope_theta") or 1e6, **params, **scaling},

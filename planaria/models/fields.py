@@ -5,13 +5,13 @@ Rule: a value that would crash or give wrong numbers later is a ModelError here.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from planaria.errors import ModelError
 
 HF = dict[str, Any]
 MOST = 2**31 - 1
+MOST_NUMBER = 1e15
 MOST_LAYERS = 10_000
 
 
@@ -39,10 +39,10 @@ def size(hf: HF, field: str, default: int | None = None, *, where: str = "", lea
 
 
 def number(hf: HF, field: str, default: float | None = None, *, least: float = 0.0, where: str = "") -> float:
-    """A finite number, more than 0 and at least `least`; `default` where the field is missing or null."""
+    """A number up to MOST_NUMBER, more than 0 and at least `least`; `default` where the field is missing or null."""
     value = _given(hf, field, default, where)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise refuse(where + field, value, "must be a number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MOST_NUMBER:
+        raise refuse(where + field, value, f"must be a number up to {MOST_NUMBER:g}")
     if value < least or value <= 0:
         raise refuse(where + field, value, f"must be at least {least:g}" if least else "must be more than 0")
     return float(value)

@@ -127,6 +127,31 @@ def test_nonsense_is_refused_by_name(name: str, fields: dict[str, Any]) -> None:
     assert name in message and "\n" not in message and len(message) < 200
 
 
+ANYTHING: list[Any] = [
+    None, 0, -1, 1, 3, 2**31, 10**400, 1e308, -0.5, float("nan"), float("inf"), "x", "", True, [], [1], [{}], [[], 1],
+    {}, {"rope_type": "yarn"}, {"type": "linear", "factor": "a"}, {"rope_type": "llama3", "factor": 10**400},
+    {"factor": [1]}, {"full_attention": 5},
+    {"rope_type": "longrope", "short_factor": [10**400] * 8, "long_factor": [1]},
+]  # fmt: skip
+READ = (
+    "hidden_act", "hidden_activation", "head_dim", "eos_token_id", "dtype", "rope_scaling", "rope_parameters",
+    "rope_theta", "partial_rotary_factor", "layer_types", "sliding_window", "sliding_window_pattern", "no_rope_layers",
+    "attn_logit_softcapping", "query_pre_attn_scalar", "residual_multiplier", "logits_scaling", "num_experts",
+    "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "n_routed_experts", "n_group", "topk_group",
+    "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "swiglu_limit", "clip_qkv", "norm_topk_prob", "rms_norm_eps",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", SUPPORTED)
+def test_anything_in_any_field_is_one_line_or_harmless(architecture: str) -> None:
+    for field in (*LLAMA, *READ):
+        for value in ANYTHING if field != "architectures" else ():
+            try:
+                assert model_config(of(architecture, **{field: value})).num_parameters > 0
+            except ModelError as e:
+                assert "\n" not in str(e) and len(str(e)) < 1000
+
+
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
