@@ -28,6 +28,7 @@ from planaria.errors import ModelError
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "bitsandbytes", "mxfp4")
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")  # of compressed-tensors
 UNUSED = ("input_scale", "input_zero_point", "activation_scale", "k_scale", "v_scale", "q_scale", "weight_shape")
+FLOATS = ("f64", "f32", "f16", "bf16")
 TILE = 128  # rows and columns of fp8 that share a scale
 Parts = dict[str, TensorInfo]  # tensors of one stem, by what comes after it
 
@@ -137,6 +138,8 @@ def _form(
         bits, order = int(given["bits"]), ":ordered" if given.get("desc_act") else ""
         version = "v2" if given.get("checkpoint_format") == "gptq_v2" else "v1"
         kind = f"gptq:{bits}:{'sym' if given.get('sym', True) else 'asym'}:{version}{order}"
+        if order:
+            _ = parts["g_idx"]
         return _needed(parts, "qweight", "scales", "qzeros", "g_idx"), kind, (columns, words * (32 // bits))
     if "qweight" in parts and method == "awq":
         rows, words = _two(parts["qweight"])
@@ -147,8 +150,13 @@ def _form(
         names = _needed(parts, "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx")
         order = ":ordered" if "weight_g_idx" in parts else ""
         return names, f"ints:{bits}:{sym}{order}", (rows, words * (32 // bits))
-    if "weight" in parts and parts["weight"].kind == "i8" and "weight_scale" in parts:
-        return ("weight", "weight_scale", "weight_zero_point"), f"int8:8:{sym}", _two(parts["weight"])
+    if "weight" in parts and parts["weight"].kind == "i8":
+        shape = _two(parts["weight"])
+        if method != "bitsandbytes":
+            return _needed(parts, "weight", "weight_scale", "weight_zero_point"), f"int8:8:{sym}", shape
+        if parts["SCB"].shape != shape[:1]:
+            raise ValueError(f"SCB has shape {list(parts['SCB'].shape)}")
+        return _needed(parts, "weight", "SCB"), "bnb8:8", shape
     if "weight" in parts and parts["weight"].kind.startswith("f8") and method != "bitsandbytes":
         scale = "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"
         rows, columns = _two(parts["weight"])
@@ -157,14 +165,13 @@ def _form(
         return _needed(parts, "weight", scale), f"fp8:{TILE}" if tiled else "fp8", (rows, columns)
     if "weight.quant_map" in parts:
         return _nf4(parts, read)
-    if "SCB" in parts and "weight" in parts:
-        return ("weight", "SCB"), "bnb8:8", _two(parts["weight"])
     return None
 
 
 def _needed(parts: Parts, first: str, scale: str, *rest: str) -> tuple[str, ...]:
-    """The names. Raises KeyError where codes or scales aren't there."""
-    _ = parts[first], parts[scale]
+    """The names. Raises KeyError where codes or scales aren't there, ValueError for scales that are none."""
+    if parts[first] and parts[scale].kind not in FLOATS:
+        raise ValueError(f"scales are {parts[scale].kind}")
     return first, scale, *rest
 
 

@@ -212,7 +212,7 @@ def _row_scales(p: Wanted, scale: TensorInfo) -> Floats:
     if len(shape) == 0 or shape == (1,) or (shape == (1, 1)):
         return np.broadcast_to(to_float32(p.read(scale)).reshape(1, 1), (len(p.rows), 1))
     values = to_float32(p.read(scale, p.rows))
-    if len(values) != len(p.rows):
+    if shape[0] != p.info.parts[0].shape[0]:
         raise ModelError(f"tensor {scale.name} has shape {list(shape)}, which is no scale of {p.info.name}")
     return values.reshape(len(p.rows), -1)
 
@@ -231,6 +231,8 @@ def _grouped(
     codes: Array, scales: Floats, zeros: Array, groups: Array, bits: int, sym: bool
 ) -> Floats | Quantized:  # fmt: skip
     """(code - zero) * scale, scale and zero [N, groups] of each column's group."""
+    if scales.shape != zeros.shape:
+        raise ValueError(f"scales {list(scales.shape)} and zero points {list(zeros.shape)}")
     blocks = groups.reshape(-1, BLOCK) if len(groups) % BLOCK == 0 else groups[:0].reshape(0, BLOCK)
     if len(blocks) and (blocks == blocks[:, :1]).all():
         scale, zero = scales[:, blocks[:, 0]], zeros[:, blocks[:, 0]]

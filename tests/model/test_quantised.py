@@ -289,6 +289,31 @@ def test_json_among_the_tensors_may_be_anything(state: str, tmp_path: Path) -> N
         resolve_checkpoint(str(folder))
 
 
+@pytest.mark.parametrize(
+    ("name", "part", "change"),
+    [
+        ("compressed-int8", "weight_scale", lambda t: None),
+        ("bnb-int8", "SCB", lambda t: None),
+        ("bnb-int8", "SCB", lambda t: t[:1]),
+        ("gptq-ordered", "g_idx", lambda t: None),
+        ("compressed-int4-zeros", "weight_scale", torch.flatten),
+        ("awq", "scales", lambda t: t[:2]),
+        ("fp8-blocks", "weight_scale_inv", lambda t: t.view(torch.int32)),
+    ],
+)
+def test_codes_are_nothing_without_the_scales_they_were_made_with(
+    name: str, part: str, change: Callable[[torch.Tensor], torch.Tensor | None], tmp_path: Path
+) -> None:
+    """No values are made up where a part of a weight is missing, or of another shape or type."""
+    folder, _, values = write(tmp_path, name)
+    key, tensors = next(iter(values)), load_file(folder / "model.safetensors")
+    whose = key.replace("weight", part)
+    found = change(tensors.pop(whose))
+    save_file(tensors if found is None else {**tensors, whose: found.contiguous()}, folder / "model.safetensors")
+    with pytest.raises(ModelError), WeightSource(resolve_checkpoint(str(folder))) as weights:
+        weights.get(key)
+
+
 def test_groups_that_are_none_and_a_scale_of_nothing(tmp_path: Path) -> None:
     folder, _, values = write(tmp_path, "compressed-int4")
     key, config = next(iter(values)), folder / "config.json"
