@@ -27,8 +27,7 @@ DTYPES: dict[str, Any] = {
     "i64": np.int64, "i32": np.int32, "i16": np.int16, "i8": np.int8, "u8": np.uint8, "bool": np.bool_,
     "f8_e4m3": np.uint8, "f8_e5m2": np.uint8,
 }  # fmt: skip
-
-
+INTEGERS = ("i64", "i32", "i16", "i8", "u8", "bool")
 Array = npt.NDArray[Any]
 
 
@@ -44,11 +43,16 @@ class WeightSource:
         return list(self._infos)
 
     def expect(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise ModelError if the tensor is missing or has another shape."""
-        found = self._info(name).shape
-        if found != tuple(shape):
+        """Raise ModelError if the tensor is missing, has another shape or is of integers."""
+        found = self._info(name)
+        if found.kind in INTEGERS:
             raise ModelError(
-                f"{self.checkpoint.path}: tensor {name} has shape {list(found)}, the configuration asks for "
+                f"{self.checkpoint.path}: tensor {name} is of {found.kind}: codes of a quantisation that config.json "
+                "doesn't name (quantization_config)? Get the model's files again"
+            )
+        if found.shape != tuple(shape):
+            raise ModelError(
+                f"{self.checkpoint.path}: tensor {name} has shape {list(found.shape)}, the configuration asks for "
                 f"{list(shape)}; the weights and config.json are not of the same model"
             )
 

@@ -89,7 +89,7 @@ def test_smollm2_is_what_the_gguf_package_reads() -> None:
 def test_a_folder_gives_views_of_the_file(tmp_path: Path) -> None:
     tensors = {
         "a": random(6, 64), "b": to_bfloat16(random(6, 4)), "c": random(5).astype(np.float16),
-        "d": np.arange(6), "e": np.array(3, np.float32), "f": random(2, 3, 4),
+        "d": np.arange(6.0), "e": np.array(3, np.float32), "f": random(2, 3, 4),
     }  # fmt: skip
     checkpoint = folder(tmp_path / "m", tensors)
     weights = WeightSource(checkpoint)
@@ -208,14 +208,16 @@ def test_quantise_refuses(tmp_path: Path) -> None:
 
 
 def test_expect(tmp_path: Path) -> None:
-    weights = WeightSource(folder(tmp_path / "m", {"a": random(4, 8)}))
+    weights = WeightSource(folder(tmp_path / "m", {"a": random(4, 8), "c": np.ones((4, 8), np.int8)}))
     weights.expect("a", (4, 8))
+    with pytest.raises(ModelError, match=r"tensor c is of i8: codes of a quantisation that config\.json doesn't name"):
+        weights.expect("c", (4, 8))
     with pytest.raises(ModelError, match=r"tensor a has shape \[4, 8\], the configuration asks for \[8, 4\]"):
         weights.expect("a", (8, 4))
     for call in (lambda: weights.expect("b", (1,)), lambda: weights.get("b")):
         with pytest.raises(ModelError, match="tensor b is missing"):
             call()
-    assert weights.names() == ["a"]
+    assert set(weights.names()) == {"a", "c"}
 
 
 @pytest.mark.parametrize(
