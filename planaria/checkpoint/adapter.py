@@ -36,6 +36,7 @@ REFUSED = (
     "layer_replication", "trainable_token_indices", "target_parameters", "alora_invocation_tokens", "arrow_config",
     "kasa_config", "monteclora_config", "megatron_config",
 )  # fmt: skip
+OF_THE_MODEL = ("pissa", "olora", "corda", "loftq")  # begin with parts of the model's matrices, and take them out there
 # Bits of an unsigned integer, by what its bytes are; all of them are set in what is infinite or no number.
 EXPONENTS = {"f32": ("u4", 0x7F800000), "f16": ("u2", 0x7C00), "bf16": ("u2", 0x7F80)}
 
@@ -97,6 +98,11 @@ def _check(path: Path, said: Mapping[str, Any], max_rank: int) -> None:
     for name in REFUSED:
         if said.get(name):
             raise ModelError(f"{path}: {name} is {said[name]!r:.60}, which is not supported; train it without")
+    if (began := str(said.get("init_lora_weights")).lower()).startswith(OF_THE_MODEL):
+        raise ModelError(
+            f"{path}: init_lora_weights is {began!r:.40}, so the adapter is one to a model whose own weights are "
+            "changed; save it with path_initial_model_for_weight_conversion, which makes it one to the model as it is"
+        )
     if said.get("bias", "none") != "none":
         raise ModelError(f"{path}: bias is {said['bias']!r:.40}, which is not supported; train it with bias='none'")
     rank, alpha = said.get("r"), said.get("lora_alpha")

@@ -96,6 +96,8 @@ REFUSED: list[tuple[dict[str, Any] | None, dict[str, Any], Callable[[Path], obje
     (None, {"peft_type": "IA3"}, None, "only LORA"), (None, {"use_dora": True}, None, "use_dora is True"),
     (None, {"use_rslora": True}, None, "use_rslora is True"), (None, {"bias": "all"}, None, "bias is 'all'"),
     (None, {"modules_to_save": ["lm_head"]}, None, "modules_to_save is"),
+    (None, {"init_lora_weights": "pissa_niter_4"}, None, "init_lora_weights is 'pissa_niter_4', so the adapter is one"),
+    (None, {"init_lora_weights": "olora"}, None, "is 'olora'"),
     (None, {"r": 17}, None, "--max-lora-rank"), (None, {"r": True}, None, "r is True"),
     (None, {"r": 10**9}, None, "--max-lora-rank"), (None, {"lora_alpha": float("nan")}, None, "lora_alpha is nan"),
     (None, {"lora_alpha": 10**400}, None, "float32 holds"),
