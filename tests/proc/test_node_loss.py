@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import msgspec
 import pytest
 
@@ -163,8 +164,11 @@ def served() -> Iterator[tuple[Server, list[Command], int]]:
 
 
 def test_another_engine_gets_the_nodes(served: tuple[Server, list[Command], int]) -> None:
-    """Agents stay. Where a node is gone as well, the engine begins without it."""
+    """Agents stay, also where other weights are in force than their own command names. Where a node is gone as well,
+    the engine begins without it."""
     server, agents, port = served
+    done = httpx2.post(server.url + "/update_weights", json={"path": "smollm2"}, timeout=PATIENCE)
+    assert done.status_code == 200, done.text
     expected = run_streams(server)
     ranks = agents[0].ranks()
 

@@ -85,8 +85,8 @@ class NodeChild:
 
 
 class NodePeers:
-    """same: what must be equal on all nodes. `on_change` hears of one that came, went or is about to; from the
-    thread."""
+    """same: what must be equal on all nodes; they may say more. `on_change` hears of one that came, went or is about
+    to; from the thread."""
 
     def __init__(self, count: int, same: Mapping[str, str]) -> None:
         self.all, self.same = [NodePeer(number + 1) for number in range(count)], dict(same)
@@ -298,9 +298,9 @@ def names(peers: Iterable[NodePeer]) -> str:
 
 
 def _difference(peer: NodePeer, theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
-    for name in sorted(theirs.keys() | ours.keys()):
+    for name in sorted(ours):
         if theirs.get(name) != ours.get(name):
-            values = f": it has {theirs.get(name, 'nothing')}, node 0 has {ours.get(name, 'nothing')}"
+            values = f": it has {theirs.get(name, 'nothing')}, node 0 has {ours[name]}"
             said = "" if name.startswith(CONFIGURATION) else values
             return f"{peer} differs in {name}{said}; run the same command on every node"
     return ""
