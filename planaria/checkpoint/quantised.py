@@ -149,6 +149,9 @@ def _form(
         (rows, words), bits = _two(parts["weight_packed"]), _bits(given)
         names = _needed(parts, "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx")
         order = ":ordered" if "weight_g_idx" in parts else ""
+        orders = [group["weights"].get("actorder") for group in given["config_groups"].values()]
+        if not order and any(each in ("group", "dynamic", True) for each in orders):
+            raise KeyError("weight_g_idx")
         return names, f"ints:{bits}:{sym}{order}", (rows, words * (32 // bits))
     if "weight" in parts and parts["weight"].kind == "i8":
         shape = _two(parts["weight"])

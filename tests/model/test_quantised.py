@@ -322,6 +322,10 @@ def test_groups_that_are_none_and_a_scale_of_nothing(tmp_path: Path) -> None:
     save_file({**tensors, scale: tensors[scale][:, :0].contiguous()}, folder / "model.safetensors")
     with WeightSource(resolve_checkpoint(str(folder))) as weights, pytest.raises(ModelError, match="don't fit"):
         weights.get(key)
+    said["quantization_config"]["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    config.write_text(json.dumps(said))
+    with pytest.raises(ModelError, match="weight_g_idx"):
+        resolve_checkpoint(str(folder))
     said["quantization_config"]["config_groups"] = []
     config.write_text(json.dumps(said))
     with pytest.raises(ModelError, match="is no weight quantized with compressed-tensors"):
