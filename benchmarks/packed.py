@@ -3,7 +3,7 @@ float32, how fast, how much memory its weights take.
 
     python -m benchmarks.packed --llama-cpp-python P [--kinds Q4_K_M,Q6_K] [--only kl|speed] [--billion] [--isa generic]
         [--threads 2] [--cpu-time] [--scenarios single,prompt,batch]
-    python -m benchmarks.packed --billion --only start|shares [--rounds 3]
+    python -m benchmarks.packed --billion --only start|shares [--rounds 3] [--llama-cpp-python P]
 
 SmolLM2 is packed anew by llama.cpp's quantiser. kl: the mean Kullback-Leibler divergence of next tokens over 1,000
 positions of docs/ARCHITECTURE.md. speed: both engines in turn, medians. --cpu-time: tokens for each second of CPU time
@@ -11,7 +11,7 @@ positions of docs/ARCHITECTURE.md. speed: both engines in turn, medians. --cpu-t
 1.07 billion weights in Q4_K_M, written here with the gguf package. --isa generic: our kernels for AVX2 (give an
 environment in which llama.cpp was built for AVX2 too). start: seconds from the command `planaria serve` to its first
 token, after a first start. shares: what one stream reads of weights a second, of what the machine can read in the same
-rounds, packed and unpacked. Files are made once, in benchmarks/out/packed.
+rounds, packed and unpacked, and what llama.cpp does. Files are made once, in benchmarks/out/packed.
 """
 
 from __future__ import annotations
@@ -206,24 +206,27 @@ def start(path: Path, rounds: int) -> Row:
     return {"first start s": first[0], "start s": ready, "start and token s": token}
 
 
-def shares(path: Path, isa: str | None, rounds: int, threads: int) -> Row:
-    """Of the bandwidth of the same round, medians."""
+def shares(path: Path, python: Path | None, isa: str | None, rounds: int, threads: int) -> Row:
+    """Of the bandwidth of the same round, medians; llama.cpp's too, where there is one."""
     row: Row = {}
-    for dtype, weights in (("float32", "none"), ("bfloat16", "none"), ("bfloat16", "auto")):
-        settings = {
-            "threads": threads, "max_num_seqs": 4, "kv_bytes": 1 << 28, "max_model_len": 512, "kernels": "native",
-            "isa": isa, "dtype": dtype, "options": {"quantization": weights},
-        }  # fmt: skip
-        engine = Driver(Spec(dtype, Path(sys.executable), "planaria_driver.py", str(path), "", 0, settings), OUT)
-        size, limits, rates = engine.started["about"]["weight_bytes"] / 1e9, list[float](), list[float]()
+    settings = {"threads": threads, "max_num_seqs": 4, "kv_bytes": 1 << 28, "max_model_len": 512}
+    kinds, specs = {"float32": "none", "bfloat16": "none", "packed": "auto"}, []
+    for name, weights in kinds.items():
+        dtype = name if weights == "none" else "bfloat16"
+        ours = {"kernels": "native", "isa": isa, "dtype": dtype, "options": {"quantization": weights}}
+        specs.append(Spec(name, Path(sys.executable), "planaria_driver.py", str(path), "", 0, settings | ours))
+    if python is not None:
+        specs.append(Spec("llama.cpp", python, "llama_cpp_driver.py", str(path), "", 0, settings))
+    for spec in specs:
+        engine, limits, rates = Driver(spec, OUT), list[float](), list[float]()
+        size = engine.started["about"].get("weight_bytes", path.stat().st_size) / 1e9
         for turn in range(rounds):
             limits.append(statistics.median(read_bandwidth(threads)))
             with engine.awake():
                 rates.append(rate("single", engine.run(turn, SCENARIOS["single"])) * size)
         engine.close()
         of_limit = statistics.median(a / b for a, b in zip(rates, limits, strict=True))
-        name = dtype if weights == "none" else "packed"
-        row |= {f"{name} GB/s": statistics.median(rates), f"{name} of the limit": of_limit}
+        row |= {f"{spec.name} GB/s": statistics.median(rates), f"{spec.name} of the limit": of_limit}
     return row | {"limit GB/s": statistics.median(limits)}
 
 
@@ -265,9 +268,10 @@ def main() -> None:
     rows: dict[str, Row] = {}
     for path in files:
         row = {} if args.only not in ("kl", None) or args.billion else closeness(path, python, args.isa)
-        if alone:
-            starts = args.only == "start"
-            row = start(path, args.rounds) if starts else shares(path, args.isa, args.rounds, args.threads)
+        if args.only == "start":
+            row = start(path, args.rounds)
+        elif args.only == "shares":
+            row = shares(path, args.llama_cpp_python, args.isa, args.rounds, args.threads)
         elif args.only != "kl":
             row |= speed(path, python, args.isa, args.rounds, args.threads, shapes, args.cpu_time)
         if not rows:

@@ -64,7 +64,7 @@ def nodes_launcher(
 
 def what_must_agree(config: EngineConfig) -> dict[str, str]:
     """Of the same command on all nodes: values, or digests of them. Weights that came later aren't of a command."""
-    later = ("weights_number", "checkpoint." if config.checkpoint.get("updated") else "weights_number")
+    later = ("weights_number", "checkpoint.") if config.checkpoint.get("updated") else ("weights_number",)
     fields = {name: digest for name, digest in hash_fields(config).items() if not name.startswith(later)}
     return {f"{CONFIGURATION}{name}": digest for name, digest in fields.items()} | compared(config)
 
