@@ -149,7 +149,7 @@ def op_grouped(c: int, row: fields.GroupedOp, tid: int, ticket: int) -> None:
     native.copy(line, row, fields.ROW_WORDS * 8)
     put(line, fields.LinearOp.attend, 0)
     while True:
-        taken = grab(ticket, units, threads)
+        taken = grab(ticket, units, threads, 1)
         if taken == 0:
             return
         unit, end, s, passed = taken >> 32, taken & 0xFFFFFFFF, 0, 0

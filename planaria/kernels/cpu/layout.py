@@ -35,14 +35,13 @@ CURSOR = 1984  # how far keys and values were asked for: sequence, block, line
 STATE = 2048  # float32 [rows][4] of a softmax
 TEMP = STATE + 16 * 512  # one head in float32, twice
 BIG = TEMP + 4096  # what the operation wants; for packed weights and many rows:
-ACC = BIG  # totals of up to WIDE_ROWS rows of 3 panels
-CODES = ACC + 64 * 3 * 64  # one block of 3 panels, unpacked, and its factors
+ROW_BLOCK = 128  # rows for which a block of packed codes is unpacked once
+ACC = BIG  # totals of up to ROW_BLOCK rows of 3 panels
+CODES = ACC + ROW_BLOCK * 3 * 64  # one block of 3 panels, unpacked, and its factors
 FETCH = CODES + (1024 + 256) * 3  # what to ask for with each tile of each block
 
 ZERO_BYTES = 1024  # of the zeros that ZEROS points to
 WHOLE_ROWS = 64  # rows up to which a panel is taken over all rows at once
-ROW_BLOCK = 128
-WIDE_ROWS = 64  # rows for which a block of packed codes is unpacked once
 STREAM_ROWS = 8  # rows up to which a dense weight is read panel after panel, in one stream
 FUSED_PANELS = 12  # panels of gate and of up taken at a time; a multiple of a tile's
 FORESIGHT_BYTES = 12 << 20  # of weights between an operation and the attention whose keys it asks for

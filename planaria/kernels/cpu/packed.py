@@ -267,7 +267,7 @@ def part(target: Target, kind: BlockKind, rows: int, panels: int) -> str:
 
 
 WIDE_ARGS = (
-    "panels", "rows", "x", "ldx", "w", "scales", "blocks", "stride", "acc", "codes", "fetch",
+    "panels", "rows", "x", "ldx", "w", "scales", "blocks", "stride", "acc", "codes", "fetch", "each",
 )  # fmt: skip
 
 
@@ -276,7 +276,7 @@ def wide(target: Target, kind: BlockKind, panels: int) -> str:
     unpacked into `codes` (its steps, then FACTOR_BYTES for each panel) and used for all rows.
 
     Asks for the panels after these; and, with each tile of each block, for the 512 bytes at the next address in the
-    list `fetch`.
+    list `fetch`, whose addresses are `each` bytes apart.
     """
     f = Function(f"pl_wide_{panels}", WIDE_ARGS)
     unpack, form, most = Unpack(target, kind), form_of(target, kind), target.tile_rows
@@ -317,7 +317,7 @@ def wide(target: Target, kind: BlockKind, panels: int) -> str:
             for k in range(8):
                 prefetch(f, f.at(line, 64 * k))
             tile_of(most, first, x)
-            return [f.op(f"add i64 {inner[0]}, 8")]
+            return [f.op(f"add i64 {inner[0]}, %each")]
 
         after = f.loop(0, whole, most, [("i64", carried[0])], full)
         labels = [f.label() for _ in range(most)]

@@ -66,18 +66,20 @@ def foresee(c: int, row: fields.LinearOp, mine: int, most: int) -> int:
     return count
 
 
-def foresee_list(c: int, row: fields.LinearOp, mine: int, count: int, useless: int) -> None:
-    """Addresses of 8 lines each for `wide` to fetch; where there are no more, one of what is there already."""
+def foresee_list(c: int, row: fields.LinearOp, mine: int, count: int) -> int:
+    """Addresses of 8 lines each for `wide` to fetch; where there are no more, one of what is there already. Returns how
+    far they are apart."""
     i = 0
     while i < count:
-        lines = foresee(c, row, mine, 8 * (count - i)) if useless == 0 else 0
+        lines = foresee(c, row, mine, 8 * (count - i))
         if lines < 8:
-            for k in range(i, count):
-                put(mine + layout.FETCH, k, mine + layout.ACC)
-            return
+            break
         for line in range(0, lines, 8):
             put(mine + layout.FETCH, i, get(mine + layout.PLAN, 2) + line * 64)
             i += 1
+    for k in range(i, count if i > 0 else 1):
+        put(mine + layout.FETCH, k, mine + layout.ACC)
+    return 8 if i > 0 else 0
 
 
 def own_rows(row: fields.LinearOp, mine: int) -> int:
@@ -129,14 +131,12 @@ def product(
             continue
         panels = TARGET.tile_panels if n > layout.STREAM_ROWS and end - panel >= TARGET.tile_panels else 1
         if kernels:
-            for r in range(0, n, layout.WIDE_ROWS):
-                rows = min(layout.WIDE_ROWS, n - r)
-                foresee_list(c, row, mine, rows // TARGET.tile_rows * length, n > layout.WHOLE_ROWS)
-                invoke(
-                    get(kernels, packed.WIDE), panels, rows, x + r * ldx, ldx, w, w + row.scales, length, stride,
-                    mine + layout.ACC, mine + layout.CODES, mine + layout.FETCH,
-                )  # fmt: skip
-                native.settle(panels, rows, mine + layout.ACC, out + r * ldo, ldo, mode, bias)
+            each = foresee_list(c, row, mine, 0 if n > layout.WHOLE_ROWS else n // TARGET.tile_rows * length)
+            invoke(
+                get(kernels, packed.WIDE), panels, n, x, ldx, w, w + row.scales, length, stride, mine + layout.ACC,
+                mine + layout.CODES, mine + layout.FETCH, each,
+            )  # fmt: skip
+            native.settle(panels, n, mine + layout.ACC, out, ldo, mode, bias)
         else:
             for v in range(panels):
                 put(mine + layout.POINTERS, v, w + v * stride)
@@ -201,18 +201,18 @@ def op_linear(c: int, row: fields.LinearOp, tid: int, ticket: int) -> None:
     panels = row.half
     if panels == 0:
         panels = row.panels
-    if n <= layout.STREAM_ROWS:
+    most = TARGET.tile_panels
+    if n <= layout.ROW_BLOCK:
         take_rows(row, mine, 0, n)
         while True:
-            taken = grab(ticket, panels, threads)
+            taken = grab(ticket, panels, threads, 1 if n <= layout.STREAM_ROWS else most)
             if taken == 0:
                 return
             block(c, row, mine, 0, n, taken >> 32, taken & 0xFFFFFFFF)
-    most = TARGET.tile_panels
     groups = (panels + most - 1) // most
     units, ready = groups * ((n + layout.ROW_BLOCK - 1) // layout.ROW_BLOCK), -1
     while True:
-        taken = grab(ticket, units, threads)
+        taken = grab(ticket, units, threads, 1)
         if taken == 0:
             return
         for u in range(taken >> 32, taken & 0xFFFFFFFF):

@@ -222,7 +222,7 @@ class Recorder:
         """Scratch memory of a product's tiles, before that of a fused activation."""
         if w.kind == DENSE:
             return up(layout.BIG, 64)
-        return up(layout.FETCH + 8 * (layout.WIDE_ROWS // self.target.tile_rows) * w.length, 64)
+        return up(layout.FETCH + 8 * (layout.WHOLE_ROWS // self.target.tile_rows) * w.length, 64)
 
     def wants_product(self, w: Packed) -> None:
         """Scratch memory of a product with this weight."""

@@ -43,19 +43,21 @@ def barrier(c: int) -> None:
             atomic_add(c, layout.SLEEPING, -1)
 
 
-def grab(ticket: int, units: int, threads: int) -> int:
+def grab(ticket: int, units: int, threads: int, together: int) -> int:
     """The next range of units, as start * 2^32 + end; empty when all are taken.
 
-    Ranges shrink: the k-th takes 1 / (2 * threads) of what is left, so that few are needed and the last are small.
+    Ranges shrink: the k-th takes 1 / (2 * threads) of what is left, so that few are needed and the last are small: of
+    multiples of `together` as long as each thread may have one, then of one unit.
     """
     if threads == 1:
         return units if atomic_add(ticket, 0, 1) == 0 else 0
     turn = atomic_add(ticket, 0, 1)
     start = 0
     while start < units:
-        size = (units - start) // (2 * threads)
-        if size < 1:
-            size = 1
+        left = units - start
+        size = left // (2 * threads * together) * together
+        if size == 0:
+            size = together if left > together * threads else 1
         if turn == 0:
             return (start << 32) + start + size
         turn -= 1
