@@ -17,13 +17,24 @@ if TYPE_CHECKING:
     from planaria.topology.platforms import Platform
 
 
+def path_of(typed: str) -> Path:
+    """~ is a user's home, where there is one; else the name is taken as it is."""
+    return Path(os.path.expanduser(typed))
+
+
+def home() -> Path:
+    """Of a user without one (an id that the system doesn't know, and no $HOME) the root, as in containers."""
+    found = path_of("~")
+    return found if found.is_absolute() else Path("/")
+
+
 def cache_dir() -> Path:
     """What was converted or compiled: $PLANARIA_CACHE, else $XDG_CACHE_HOME/planaria, else ~/.cache/planaria."""
     own = os.environ.get("PLANARIA_CACHE")
     if own:
-        return Path(own).expanduser()
+        return path_of(own)
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base).expanduser() if base else Path.home() / ".cache") / "planaria"
+    return (path_of(base) if base else home() / ".cache") / "planaria"
 
 
 def log_level() -> str:

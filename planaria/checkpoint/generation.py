@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from planaria.checkpoint.folder import read_json
+from planaria.env import path_of
 from planaria.errors import ModelError, RequestError
 from planaria.types import SamplingParams
 
@@ -23,7 +23,7 @@ def generation_config(option: str, own: dict[str, Any]) -> dict[str, Any]:
         return own
     if option == "vllm":
         return {name: value for name, value in own.items() if name not in FIELDS}
-    return read_json(Path(option).expanduser() / FILE, missing="--generation-config takes auto, vllm or its folder")
+    return read_json(path_of(option) / FILE, missing="--generation-config takes auto, vllm or its folder")
 
 
 def sampling_defaults(generation: Mapping[str, Any]) -> SamplingParams:

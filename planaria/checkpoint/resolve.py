@@ -18,6 +18,7 @@ from planaria.checkpoint.gguf import read_gguf, split_parts
 from planaria.checkpoint.quantised import method_of
 from planaria.checkpoint.spec import Checkpoint
 from planaria.checkpoint.text_part import text_config
+from planaria.env import path_of
 from planaria.errors import ModelError
 
 PACKAGES = "packages"  # a kind of folder in the cache
@@ -61,13 +62,13 @@ def resolve_checkpoint(model: str, hub: Hub = Hub()) -> Checkpoint:
     """Everything about a model but its weights. Raises ModelError, in one line, if it can't be found or is damaged."""
     if not model or "\0" in model:
         raise ModelError("MODEL is empty; give a folder, a .gguf file, a hub id (owner/name) or smollm2")
-    if hub.revision not in (None, "main") and (model in ALIASES or Path(model).expanduser().exists()):
+    if hub.revision not in (None, "main") and (model in ALIASES or os.path.exists(path_of(model))):
         raise ModelError(f"{model}: is here, and --revision {hub.revision} is of a hub id; leave it out")
     if model in ALIASES:
         checkpoint = read_gguf(model, packaged_file(model))
         generation = {**ALIASES[model].sampling, **checkpoint.generation_config}
         return msgspec.structs.replace(checkpoint, generation_config=generation)
-    path = Path(model).expanduser()
+    path = path_of(model)
     try:
         is_dir, exists = path.is_dir(), path.exists()
     except OSError as e:
@@ -103,30 +104,30 @@ def packaged_file(alias: str) -> Path:
 
 def is_model(word: str) -> bool:
     """Whether MODEL it would be found on this machine: an alias, a model's folder, a .gguf file."""
-    file = os.path.expanduser(word)
+    file = path_of(word)
     return (
         word in ALIASES
         or os.path.isfile(os.path.join(file, "config.json"))
-        or (file.lower().endswith(".gguf") and os.path.isfile(file))
+        or (word.lower().endswith(".gguf") and os.path.isfile(file))
     )
 
 
 def name_of(model: str) -> str:
     """What a model is called: MODEL as typed, or, of a path, its last part."""
-    path = Path(model).expanduser()
-    if model in ALIASES or not path.exists():
+    path = path_of(model)
+    if model in ALIASES or not os.path.exists(path):
         return model
     return path.resolve().name.removesuffix(".gguf") or model
 
 
 def with_tokenizer(checkpoint: Checkpoint, tokenizer: str, hub: Hub) -> Checkpoint:
     """The model with the tokenizer and chat template of another. Raises ModelError."""
-    folder = Path(tokenizer).expanduser()
+    folder = path_of(tokenizer)
     if tokenizer in ALIASES or folder.suffix.lower() == ".gguf":
         other = resolve_checkpoint(tokenizer)
         where, template = other.tokenizer_dir, other.chat_template
     else:
-        if not folder.is_dir():
+        if not os.path.isdir(folder):
             folder = hub_folder(tokenizer, [name for name in HUB_FILES if "safetensors" not in name], hub)
         where, template = str(folder) if has_tokenizer(folder) else None, chat_template(folder)
     if where is None:
@@ -136,7 +137,7 @@ def with_tokenizer(checkpoint: Checkpoint, tokenizer: str, hub: Hub) -> Checkpoi
 
 def template_of(option: str) -> str:
     """A chat template, from a file or as it is. Raises ModelError."""
-    path = Path(option).expanduser()
+    path = path_of(option)
     if "{" in option or "\n" in option:
         return option
     try:
@@ -183,10 +184,10 @@ def hub_folder(repo: str, files: Sequence[str] = HUB_FILES, hub: Hub = Hub()) ->
 def shape_of(model: str, hub: Hub = Hub()) -> Checkpoint:
     """As `resolve_checkpoint`, from config.json alone where the weights aren't there: no `files`, no `tensors`. Nothing
     more of a hub id is downloaded."""
-    path = Path(model).expanduser()
-    if not path.exists() and model not in ALIASES and HUB_ID.fullmatch(model):
+    path = path_of(model)
+    if not os.path.exists(path) and model not in ALIASES and HUB_ID.fullmatch(model):
         path = hub_folder(model, HUB_FILES[:2], hub)
-    if not (path / "config.json").is_file() or any(path.glob("*.safetensors")):
+    if not os.path.isfile(path / "config.json") or any(path.glob("*.safetensors")):
         return resolve_checkpoint(model, hub)
     generation, config = path / "generation_config.json", text_config(read_json(path / "config.json"))
     method_of(str(path), config)
@@ -197,7 +198,7 @@ def shape_of(model: str, hub: Hub = Hub()) -> Checkpoint:
 
 
 def _read_dir(name: str, folder: Path) -> Checkpoint:
-    if not (folder / "config.json").exists():
+    if not os.path.exists(folder / "config.json"):
         found = sorted(folder.glob("*.gguf"))
         if found and split_parts(found[0]) == found:
             return read_gguf(name, found[0])

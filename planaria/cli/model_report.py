@@ -16,6 +16,7 @@ from planaria.checkpoint.resolve import shape_of
 from planaria.cli.look import size, write_json
 from planaria.config.options import EngineOptions
 from planaria.config.resolve import device_config
+from planaria.env import path_of
 from planaria.errors import ConfigError, ModelError
 from planaria.kernels.cpu.caches import kv_elements, latent_elements
 from planaria.layers.build import unused
@@ -46,7 +47,7 @@ def report(model: str) -> dict[str, Any]:
     """refused: why it can't be loaded, in one line, or null; limits: what won't work of it."""
     said: dict[str, Any] = {"model": model, "refused": None, "limits": []}
     try:
-        said |= _architecture(Path(model).expanduser())
+        said |= _architecture(path_of(model))
         checkpoint = shape_of(model)
         config = model_of(checkpoint)
         said |= {"path": checkpoint.path, "format": checkpoint.format, **_shape(config)}

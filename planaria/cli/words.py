@@ -9,7 +9,6 @@ import logging
 import re
 from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from typer.core import TyperCommand
@@ -19,6 +18,7 @@ from planaria.config.declared import options_of
 from planaria.config.json_option import json_option
 from planaria.config.options import EngineOptions
 from planaria.config.vllm_words import RENAMED, WORDS, said, value_of, without_effect
+from planaria.env import path_of
 from planaria.errors import ConfigError, UserError
 from planaria.server.config import ServerConfig
 
@@ -87,7 +87,7 @@ class Translation:
         import yaml
 
         try:
-            values = yaml.safe_load(Path(path).expanduser().read_text())
+            values = yaml.safe_load(path_of(path).read_text())
         except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as e:
             raise ConfigError("--config", path, f"can't be read: {' '.join(str(e).split())}") from None
         if not isinstance(values, dict):

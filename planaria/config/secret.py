@@ -10,7 +10,7 @@ import stat
 from pathlib import Path
 
 from planaria.config.options import ParallelConfig
-from planaria.env import cache_dir, secret, secret_file
+from planaria.env import cache_dir, path_of, secret, secret_file
 from planaria.errors import ConfigError
 
 MIN_BYTES = 32
@@ -29,7 +29,7 @@ def deployment_secret(
     if named is not None:
         option = "--secret-file" if config.secret_file else "$PLANARIA_SECRET_FILE"
         try:
-            found = Path(named).expanduser().read_bytes().strip()
+            found = path_of(named).read_bytes().strip()
         except OSError as e:
             raise ConfigError(option, named, f"can't be read: {e.strerror}", f"{_MAKE} and name it here") from None
         return _long_enough(option, named, found)

@@ -7,11 +7,9 @@ whose name was taken away, or given to other bytes, stays for a while for those 
 
 from __future__ import annotations
 
-import os
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,6 +17,7 @@ import msgspec
 from planaria.checkpoint.adapter import Adapter, read_adapter
 from planaria.config.json_option import json_option
 from planaria.config.options import EngineConfig, LoRAConfig
+from planaria.env import path_of
 from planaria.errors import ConfigError, ModelError, RequestError
 from planaria.models.config import ModelConfig
 from planaria.wire import LoadLora, ToEngine, UnloadLora
@@ -79,7 +78,7 @@ class LoraRegistry:
     def read(self, path: str) -> Adapter:
         """Takes tens of milliseconds. Raises RequestError."""
         try:
-            return read_adapter(Path(os.path.expanduser(path)), self.model, self.config.max_lora_rank)
+            return read_adapter(path_of(path), self.model, self.config.max_lora_rank)
         except ModelError as e:
             raise RequestError(str(e), param="lora_path", code="adapter_refused") from None
 

@@ -26,6 +26,7 @@ from tokenizers import Tokenizer as Backend
 from planaria.checkpoint import Checkpoint, resolve_checkpoint
 from planaria.checkpoint.gguf_file import shortest_float32
 from planaria.checkpoint.gguf_tokenizer import convert_tokenizer
+from planaria.checkpoint.resolve import name_of
 from planaria.errors import ModelError
 from planaria.server.tokenise import load_tokenizer
 from tests.model.gguf_files import write_gguf
@@ -537,10 +538,12 @@ def test_a_tokenizer_that_only_transformers_reads(tmp_path: Path) -> None:
         ("a/b/c", "no such folder"),
         ("x" * 5000, "x"),
         ("a\0b", "MODEL"),
+        ("~nobody-has-this-name/model", "neither a hub id"),
     ],
 )
 def test_names_that_are_nothing(model: str, reason: str) -> None:
     assert reason in refusal(model)
+    assert not model or name_of(model) == model
 
 
 def break_folder(folder: Path, how: str) -> str:

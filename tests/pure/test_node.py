@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pwd
 import resource
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from planaria.env import cache_dir
 from planaria.node import readable, writable
 
 
@@ -46,3 +50,13 @@ def test_another_end_that_has_gone_is_something_to_read() -> None:
     os.close(write)
     assert readable(read)
     os.close(read)
+
+
+def test_an_id_that_the_system_does_not_know_has_a_cache_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(uid: int) -> NoReturn:
+        raise KeyError(uid)
+
+    for name in ("HOME", "PLANARIA_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert cache_dir() == Path("/.cache/planaria")

@@ -15,11 +15,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from planaria.config.machine import usable_cores
-from planaria.env import host_ip
+from planaria.env import home, host_ip
 from planaria.errors import CapacityError, ConfigError
 from planaria.topology import Cluster, Node
 from planaria.topology.platforms import PLATFORMS
@@ -378,7 +377,7 @@ def loopback(constants: Any) -> Iterator[None]:
 def _token_is_known() -> bool:
     if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
         return True
-    return (Path.home() / ".ray" / "auth_token").is_file()
+    return (home() / ".ray" / "auth_token").is_file()
 
 
 def _reread_config() -> None:
