@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import sys
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 def main(args: list[str] | None = None) -> int:
     """Run a command; exit code 2 for a user's mistake, 1 for a failure, each with one line on standard error."""
     words = sys.argv[1:] if args is None else args
+    _have_streams()
     serves = words[:1] == ["serve"] and not any(word.startswith("--help") for word in words)
     try:
         if not serves or sys.platform != "linux":  # elsewhere nothing is kept in processes, and _run says so
@@ -22,6 +27,15 @@ def main(args: list[str] | None = None) -> int:
         return 1
 
 
+def _have_streams() -> None:
+    """Those that this process was started without (`>&-`) lead nowhere; else they'd be whatever is opened next."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(nowhere, True)
+            setattr(sys, name, os.fdopen(nowhere, "w" if number else "r", closefd=False))
+
+
 def _run(words: list[str]) -> int:
     from planaria.preload import importing
 
@@ -29,27 +43,40 @@ def _run(words: list[str]) -> int:
         from planaria.cli.app import app, only
     from planaria.env import log_format, log_level
     from planaria.errors import CapacityError, PlanariaError, UserError
-    from planaria.logs import as_json, setup_logging
+    from planaria.logs import setup_logging
     from planaria.processes import few_addresses
 
     try:
-        setup_logging(log_level(), log_format())
-        if words[:1] in (["serve"], ["generate"], ["batch"]) and (few := few_addresses()):
-            raise CapacityError(few)
-        only(app, words[0] if words else "")(words, standalone_mode=True)
+        try:
+            setup_logging(log_level(), log_format())
+            if words[:1] in (["serve"], ["generate"], ["batch"]) and (few := few_addresses()):
+                raise CapacityError(few)
+            only(app, words[0] if words else "")(words, standalone_mode=True)
+        finally:
+            sys.stdout.flush()
     except PlanariaError as e:
-        if as_json():
-            logging.getLogger("planaria").error("%s", e)
-        else:
-            print(f"planaria: {e}", file=sys.stderr)
-        return 2 if isinstance(e, UserError) else 1
+        return _failed(str(e), 2 if isinstance(e, UserError) else 1)
     except RuntimeError as e:
         if str(e) != "can't start new thread":
             raise
-        print(f"planaria: {e}: there is no more memory, or no more threads (ulimit -u, pids.max)", file=sys.stderr)
-        return 1
+        return _failed(f"{e}: there is no more memory, or no more threads (ulimit -u, pids.max)")
+    except OSError as e:
+        if e.errno not in NO_SPACE:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left of its output would be tried again
+        return _failed(f"{e}: there is no more room where it writes (standard output, its cache, $TMPDIR, /dev/shm)")
     except KeyboardInterrupt:
         return 130
     except SystemExit as e:
         return e.code if isinstance(e.code, int) else 1 if e.code else 0
     return 0
+
+
+def _failed(why: str, code: int = 1) -> int:
+    from planaria.logs import as_json
+
+    if as_json():
+        logging.getLogger("planaria").error("%s", why)
+    else:
+        print(f"planaria: {why}", file=sys.stderr)
+    return code

@@ -72,7 +72,7 @@ def run(
 
 def _tell(lines: list[bytes], output: Path, words: str) -> None:
     failed = num_failed(lines)
-    console.print(f"{output}: {len(lines) - failed} answered, {failed} failed; {words}", markup=False, soft_wrap=True)
+    console.print(f"{output}: {len(lines) - failed} answered, {failed} failed; {words}", soft_wrap=True)
     if failed:
         raise typer.Exit(1)
 
@@ -85,7 +85,7 @@ async def _answer(
 
     known = len(answers.done)
     if known:
-        console.print(f"going on: {known} of {total} are answered", markup=False)
+        console.print(f"going on: {known} of {total} are answered")
     quiet = logging.getLogger("planaria.server")
     if quiet.getEffectiveLevel() == logging.INFO:  # a line for each request
         quiet.setLevel(logging.WARNING)

@@ -63,7 +63,7 @@ def run(
         write_details(details, work.arrivals, samples)
     errors = Counter(s.error for s in samples if s.error is not None)
     for error, count in errors.most_common(5):
-        console.print(f"error: {error}" + (f" ({count} times)" if count > 1 else ""), markup=False, soft_wrap=True)
+        console.print(f"error: {error}" + (f" ({count} times)" if count > 1 else ""), soft_wrap=True)
     show("serve", figures(work.arrivals, samples, took), as_json)
     if errors:
         raise EngineDead(f"{errors.total()} of {len(samples)} requests failed")

@@ -33,7 +33,7 @@ def local(llm: Any, params: SamplingParams) -> Asking:
         async for piece in llm.generate(ids, params):
             yield piece.text, len(piece.token_ids)
             if piece.error:
-                console.print(f"\nerror: {piece.error}", markup=False)
+                console.print(f"\nerror: {piece.error}")
 
     return ask
 
@@ -143,7 +143,7 @@ def _converse(ask: Asking, messages: Messages) -> None:
                 raise
             if messages and messages[-1]["role"] == "user":
                 messages.pop()
-            console.print(f"error: {e}", markup=False)
+            console.print(f"error: {e}")
 
 
 def _command(line: str, messages: Messages) -> bool:

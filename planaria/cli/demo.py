@@ -37,7 +37,7 @@ def start(model: str, engine: dict[str, Any]) -> tuple[subprocess.Popen[str], st
         for line in process.stdout:
             _write(line)
             if " at http" in line:
-                return process, line.split(" at ", 1)[1].split()[0]
+                return process, line.rsplit(" at ", 1)[1].split()[0]
     finally:
         limit.cancel()
     code = process.wait()
@@ -72,7 +72,7 @@ def run(model: str, engine: dict[str, Any]) -> None:
         have(model)
     process, address = start(model, engine)
     try:
-        console.print(f"\n[bold]{QUESTION}[/bold]")
+        console.print(f"\n{QUESTION}", style="bold")
         timing = asyncio.run(answer(address, model))
         rest = timing.seconds - timing.ttft
         console.print(

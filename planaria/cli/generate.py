@@ -95,13 +95,13 @@ def run(
                 said = output.prompt or " ".join(map(str, output.prompt_token_ids))
                 sys.stdout.write(f"# {index + 1} of {len(batch)}{which}: {' '.join(said.split())[:100]}\n")
             elif isinstance(output.prompt, str):
-                console.print(output.prompt, style="dim", end="", markup=False, soft_wrap=True)
+                console.print(output.prompt, style="dim", end="", soft_wrap=True)
             sys.stderr.flush()
             text = choice.text if params.detokenize else " ".join(map(str, choice.token_ids))
             sys.stdout.write(text + "\n")
             sys.stdout.flush()
             if choice.error:
-                console.print(f"error: {choice.error}", markup=False)
+                console.print(f"error: {choice.error}")
     if shown:
         console.print(f"{count} tokens in {seconds:.2f} s, {count / seconds:,.1f} tok/s", style="dim")
     if failed:

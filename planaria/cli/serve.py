@@ -135,7 +135,7 @@ def _show(table: str) -> None:
     if as_json():
         logger.info("%s", table)
     else:
-        console.print(table, soft_wrap=True, markup=False)
+        console.print(table, soft_wrap=True)
 
 
 def _prepare(fleet: Fleet, planned: Planned | None) -> None:
@@ -260,7 +260,7 @@ def announce_ready(line: str, fleet: Fleet, started: float) -> None:
     assert facts is not None
     defaults = said(fleet.config.checkpoint["generation_config"])
     ready = time.monotonic() - started
-    address = line.split(" at ", 1)[-1].split()[0]
+    address = line.rsplit(" at ", 1)[-1].split()[0]
     if as_json():
         fields = {name: value for name, value in msgspec.structs.asdict(facts).items() if name != "places"}
         logger.info("%s", line, extra={"fields": {**fields, "address": address, "ready_seconds": ready}})

@@ -162,6 +162,16 @@ def test_few_addresses_are_one_line(mib: int, command: str, says: str) -> None:
     assert result.returncode == 1 and one_line(result.stderr).startswith(f"planaria: {says}")
 
 
+@pytest.mark.parametrize(
+    ("where", "code", "says"), [(">/dev/full", 1, "No space left on device"), (">&-", 0, ""), (">&- <&-", 0, "")]
+)
+def test_output_that_goes_nowhere(where: str, code: int, says: str) -> None:
+    command = ["sh", "-c", f'"{sys.executable}" -m planaria models {where}']
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (code, "")
+    assert says in one_line(result.stderr) if says else not result.stderr
+
+
 def test_what_serve_began_before_it_read_its_options_ends_with_it(
     monkeypatch: pytest.MonkeyPatch, in_process: None
 ) -> None:

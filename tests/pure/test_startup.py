@@ -8,9 +8,9 @@ import pytest
 from rich.progress import Progress
 
 from planaria.build import telling
-from planaria.cli.look import MOST_LINES, StartUpLines
+from planaria.cli.look import MOST_LINES, StartUpLines, console, summary
 from planaria.executor.startup import FIRST_LINE, StartUp
-from planaria.wire import Phase
+from planaria.wire import EngineFacts, Phase
 from planaria.wire import Progress as Part
 
 
@@ -69,3 +69,11 @@ def test_who_is_told_how_loading_goes_hears_it_now_and_then_and_the_end() -> Non
         clock.now += 0.001
     tell("weights", 1.0)
     assert told[0] == Part("weights", 0.0) and told[-1] == Part("weights", 1.0) and 3 <= len(told) <= 5
+
+
+def test_a_models_name_is_shown_as_it_is() -> None:
+    name = "llama[/gptq]:fire:[bold]"
+    facts = EngineFacts(name, 8, 8, 8, "float32", "none", "cpu", 1, 1, 16, 0, "uni", "direct", "tp=1", [1], {})
+    with console.capture() as shown:
+        console.print(summary(facts))
+    assert name in shown.get()
