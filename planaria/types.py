@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, NoReturn, get_origin, get_type_hints
 
@@ -157,7 +157,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         if self.logit_bias is not None and not all(type(token) is int for token in self.logit_bias):
             try:  # ids as text, as JSON has them
                 self.logit_bias = {int(token): bias for token, bias in self.logit_bias.items()}
-            except (TypeError, ValueError) as e:
+            except (AttributeError, TypeError, ValueError) as e:
                 raise RequestError(
                     f"logit_bias: a key is no token id: {e}", param="logit_bias", code="invalid_value"
                 ) from None
@@ -166,7 +166,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 setattr(self, name, default)
         for name in _TUPLES:  # one string is one, not one for each of its letters
             value = getattr(self, name)
-            if not isinstance(value, tuple | None):
+            if not isinstance(value, tuple | None) and isinstance(value, Iterable):
                 setattr(self, name, (value,) if isinstance(value, str) else tuple(value))
 
     def verify(self, vocab_size: int | None = None) -> None:
@@ -179,6 +179,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             if not ok:
                 refuse(param, f"{param} must be {rule}, got {getattr(self, param)!r}")
 
+        check_types(self)
         for name, bounds in bounds_of(type(self)).items():
             value = getattr(self, name)
             if value is not None and not bounds.hold(value):
@@ -204,6 +205,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             need(known, name, f"token ids {of_vocabulary}")
         need(self.allowed_token_ids != (), "allowed_token_ids", "at least one token id")
         if self.structured_outputs is not None:
+            check_types(self.structured_outputs, "structured_outputs.")
             _ = self.structured_outputs.form
         for name in _ABSENT:
             if getattr(self, name):
@@ -217,6 +219,25 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     def reads_prompt(self) -> bool:
         """Is something told of every position of the prompt, so that none can come from KV?"""
         return self.prompt_logprobs is not None or self.pooling not in ("", "last")
+
+
+def check_types(params: msgspec.Struct, place: str = "") -> None:
+    """Raise RequestError for a field that is of another type than is declared. Numbers of NumPy and the like become
+    Python's own. place: before the field's name."""
+    for last in (False, True):
+        try:
+            msgspec.convert(msgspec.structs.asdict(params), type(params))
+            return
+        except msgspec.ValidationError as e:
+            said = str(e)
+        if last:
+            name = said.rpartition("`$.")[2].rstrip("`")
+            raise RequestError(
+                f"{place}{name}: {said.partition(' - at')[0]}", param=f"{place}{name}", code="invalid_type"
+            )
+        for name, value in msgspec.structs.asdict(params).items():
+            if hasattr(value, "item"):
+                setattr(params, name, value.item())
 
 
 _TUPLES = ("stop", "bad_words", "stop_token_ids", "allowed_token_ids")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import typer
 
@@ -30,7 +31,7 @@ from planaria.config.vllm_words import (
 )
 from planaria.errors import ConfigError, ModelError, RequestError, UserError
 from planaria.server.config import ServerConfig
-from planaria.types import SamplingParams
+from planaria.types import SamplingParams, StructuredOutputsParams
 from tests.model.vllm_words import LINES
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from-vllm.md"
@@ -296,6 +297,34 @@ def test_parameters_that_are_none_or_lists_as_vllm_takes_them() -> None:
     assert params == SamplingParams(stop_token_ids=(3,), bad_words=("a", "b"))
     params.max_tokens = 5
     assert params.max_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("given", "place"),
+    [
+        ({"temperature": "warm"}, "temperature"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"n": True}, "n"),
+        ({"seed": 1.0}, "seed"),
+        ({"stop": 5}, "stop"),
+        ({"stop": ["a", None]}, "stop[1]"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"structured_outputs": "json"}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "top_k": 0.5}, "top_k"),
+        ({"structured_outputs": StructuredOutputsParams(regex=5)}, "structured_outputs.regex"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_parameter_of_another_type_is_refused_by_its_name(given: dict[str, Any], place: str) -> None:
+    """It would be no number to the engine, or none to what sends it to a rank."""
+    with pytest.raises(RequestError, match=r"Expected `") as refused:
+        SamplingParams(**given).verify()
+    assert refused.value.param == place
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    params = SamplingParams(seed=np.int64(3), temperature=np.float32(0.5))  # type: ignore[arg-type]
+    params.verify()
+    assert (type(params.seed), type(params.temperature)) == (int, float)
 
 
 if __name__ == "__main__":
