@@ -34,6 +34,7 @@ COMMANDS = {
 }  # fmt: skip
 TYPES = {
     "<int>": "NUMBER", "<float>": "NUMBER", "<str>": "TEXT", "<path>": "FILE", "<list[str]>": "TEXT",
+    "<int range>": "NUMBER", "<float range>": "NUMBER",
     "INTEGER": "NUMBER", "FLOAT": "NUMBER", "PATH": "FILE",
 }  # fmt: skip
 NAMES = 30  # characters before a help text

@@ -384,7 +384,7 @@ class EngineOptions(ParallelOptions, frozen=True, kw_only=True):
             "Folder for KV blocks that are wanted again, also after a restart, and the most it may have, e.g. "
             "/var/kv,20GiB; default: 10GiB.",
             hashed=False,
-            metavar="DIR[,SIZE]",
+            metavar="FOLDER[,SIZE]",
         ),
     ] = None
     kv_offloading_size: Annotated[

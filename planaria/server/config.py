@@ -74,12 +74,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     lora_modules: Annotated[
         tuple[str, ...],
         option("Load this adapter: a name clients use and its folder; may be given more than once.",
-               metavar="NAME=PATH"),
+               metavar="NAME=FOLDER"),
     ] = ()  # fmt: skip
     journal: Annotated[
         str | None,
         option("Keep stored responses in this folder; those that run in the background go on after a restart.",
-               metavar="DIR"),
+               metavar="FOLDER"),
     ] = None  # fmt: skip
     replace: Annotated[
         bool,

@@ -132,15 +132,15 @@ def _messages(adapter: Adapter) -> Iterator[ToEngine]:
 
 
 def named_paths(modules: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Of `--lora-modules`: NAME=PATH, or vLLM's JSON of one. Raises ConfigError."""
+    """Of `--lora-modules`: NAME=FOLDER, or vLLM's JSON of one. Raises ConfigError."""
     for given in modules:
         name, found, path = given.partition("=")
         if given.lstrip().startswith("{"):
-            said = json_option("--lora-modules", given, dict[str, str | None], "write NAME=PATH")
+            said = json_option("--lora-modules", given, dict[str, str | None], "write NAME=FOLDER")
             name, path = said.get("name") or "", said.get("path") or ""
             found = path
         if not name or not found or not path:
-            raise ConfigError("--lora-modules", given, "names no adapter and its folder", "write NAME=PATH")
+            raise ConfigError("--lora-modules", given, "names no adapter and its folder", "write NAME=FOLDER")
         yield name, path
 
 

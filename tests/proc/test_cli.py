@@ -253,6 +253,7 @@ def test_help_names_every_option() -> None:
 
 
 def test_help_is_by_topic(said: Said) -> None:
+    assert "--num-prompts NUMBER" in said("bench", "serve", "--help")
     commands = said("--help")
     assert re.search(r"─ Run a model ─.*\bserve\b.*─ Running servers ─.*\bps\b.*─ Measure ─.*\bbench\b", commands, re.S)
     serve, few, everything = said("serve", "--help"), said("generate", "--help"), said("generate", "--help-all")
