@@ -17,7 +17,10 @@ ROLES = ("user", "assistant", "system")
 
 def translated(body: MessagesRequest | CountTokensRequest, *, thinks: bool) -> ChatCompletionRequest:
     """thinks: reasoning of the model's can be told apart. Raises RequestError."""
-    fields: dict[str, Any] = {"model": body.model, "messages": _conversation(body), **_tools(body)}
+    messages = _conversation(body)
+    fields: dict[str, Any] = {"model": body.model, "messages": messages, **_tools(body)}
+    if messages[-1]["role"] == "assistant" and messages[-1]["content"] and "tool_calls" not in messages[-1]:
+        fields["continue_final_message"] = True  # the answer's beginning
     kwargs = dict(body.chat_template_kwargs or {})
     if body.thinking is not None and body.thinking.type != "adaptive":
         if body.thinking.type == "enabled" and not thinks:

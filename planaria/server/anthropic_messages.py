@@ -27,7 +27,9 @@ from planaria.server.tools import format_of_reasoning
 from planaria.types import FinishReason
 
 _VERSION = re.compile(r"\d{4}-\d{2}-\d{2}\Z", re.ASCII)
-_NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
+_NAMES = {
+    "stop": "stop_sequences", "response_format": "output_config.format", "continue_final_message": "messages",
+}  # fmt: skip
 _BLOCKS = {"content": ("text", "text"), "reasoning": ("thinking", "thinking")}  # and their field
 
 
@@ -61,9 +63,10 @@ async def count_tokens(request: Request) -> Response:
     service.admit(given.model)
     body = translated(given, thinks=True)
     tools = await tools_of(service, request, body)
-    variables: dict[str, Any] = {}
-    if body.reasoning_effort is not None:
-        variables["reasoning_effort"] = body.reasoning_effort
+    variables = {
+        name: value for name in ("reasoning_effort", "continue_final_message")
+        if (value := getattr(body, name)) is not None
+    }  # fmt: skip
     if tools is not None and tools.shown is not None:
         variables["tools"] = tools.shown
     ids = await chat_prompt(service, request, body, variables=variables)

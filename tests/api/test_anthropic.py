@@ -73,6 +73,16 @@ async def test_text(talk: Any) -> None:  # noqa: F811
         assert kinds.count("content_block_delta") >= 3
 
 
+async def test_an_answer_whose_beginning_is_given(talk: Any) -> None:  # noqa: F811
+    async with talk() as t:
+        t.says(" and dry.")
+        begun = [*USER, {"role": "assistant", "content": [{"type": "text", "text": "It is mild"}]}]
+        whole, _ = await both(t, messages=begun)
+        assert t.prompt.endswith("It is mild") and plain(whole) == [{"type": "text", "text": " and dry."}]
+        count = await client_of(t).messages.count_tokens(model="smollm2", messages=begun)
+        assert count.input_tokens == len(t.server.engine.submitted[-1].prompt)
+
+
 async def test_tools(talk: Any) -> None:  # noqa: F811
     async with talk() as t:
         for text, content in WRITTEN["hermes"]:
