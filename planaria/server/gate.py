@@ -201,6 +201,10 @@ class Gate:
             return
         if body is None:
             return
+        if (how := headers.get(b"content-encoding", b"identity").strip().lower()) != b"identity":
+            words = f"content-encoding {clean(how.decode('latin-1'), 80)!r}: send the body as it is"
+            await failure(words, 415, code="unsupported_content_encoding")(scope, receive, send)
+            return
         once = HEADER in headers and scope["method"] == "POST" and scope["path"].startswith("/v1/")
         await self._answer(self.once if once else self.app, scope, once_more(body, receive), send, open_path)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 
 import pytest
@@ -346,6 +347,15 @@ async def test_a_page_of_another_site_cant_post(server, kind):
     async with server.http() as http:
         check(await http.post(C, content=body, headers=headers), 415)
     assert not server.engine.submitted
+
+
+async def test_a_body_that_is_compressed_is_refused_by_that_name(server):
+    body = json.dumps({"model": "smollm2", "prompt": "x", "max_tokens": 1}).encode()
+    async with server.http() as http:
+        check(
+            await http.post(C, content=gzip.compress(body), headers={"content-encoding": "gzip"}), 415, words="'gzip'"
+        )
+        assert (await http.post(C, content=body, headers={"content-encoding": "identity"})).status_code == 200
 
 
 async def test_without_a_tokenizer(tokenizer):
