@@ -44,8 +44,9 @@ SINGLE = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's library starts threads when it
 
 
 class Fork(msgspec.Struct, frozen=True, tag=True):
-    """As `python -m module -KEEPER SAYS GIVEN... args...`, in folder `cwd` with `env`. With it come descriptors: the
-    pipe with which it ends; standard input, output and error; SAYS; GIVEN. keeper: pid of who asks for it."""
+    """As `python -m module -KEEPER SAYS GIVEN... args...`, in folder `cwd` (if any) with `env`. With it come
+    descriptors: the pipe with which it ends; standard input, output and error; SAYS; GIVEN. keeper: pid of who asks
+    for it."""
 
     keeper: int
     module: str
@@ -85,9 +86,17 @@ def _receive(port: socket.socket) -> tuple[Fork | Forked | ForkEnded, list[int]]
     return (_decode(data), fds) if data else None
 
 
+def _here() -> str:
+    """This process's folder; "" for one that was removed: whoever is forked from it is there, too."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
+
+
 def _concerns(modules: Sequence[str]) -> object:
     """All that decides what is imported."""
-    return list(modules), os.getcwd(), {k: v for k, v in environment().items() if k.startswith(READ_ONCE)}
+    return list(modules), _here(), {k: v for k, v in environment().items() if k.startswith(READ_ONCE)}
 
 
 class ForkServer:
@@ -129,7 +138,7 @@ class ForkServer:
         self._answer = answer = Future[tuple[int, int]]()
         if self._hold.closed:
             raise ConnectionError("its server has been closed")
-        _send(self.port, Fork(os.getpid(), module, tuple(args), os.getcwd(), env), (self._life.fileno(), *fds))
+        _send(self.port, Fork(os.getpid(), module, tuple(args), _here(), env), (self._life.fileno(), *fds))
         limit = ANSWER if self._imported else IMPORTS
         try:
             return answer.result(limit)
@@ -359,7 +368,8 @@ def _become(asked: Fork, fds: Sequence[int]) -> None:
         os.close(fd)
     os.environ.clear()
     os.environ.update(asked.env)
-    os.chdir(asked.cwd)
+    if asked.cwd:
+        os.chdir(asked.cwd)
     sys.argv = [asked.module, *map(str, (-asked.keeper, *fds[4:])), *asked.args]
 
 

@@ -173,6 +173,18 @@ def test_a_fork_is_as_a_process_that_began_by_itself_but_for_what_is_imported(
     assert capfd.readouterr().out == "on standard output\n" * 2
 
 
+def test_forks_begin_in_a_folder_that_was_removed(
+    forking: LocalHost, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "release").mkdir()
+    monkeypatch.chdir(tmp_path / "release")
+    first = forked(forking, "deaf")
+    (tmp_path / "release").rmdir()
+    others = [forked(forking, "deaf") for _ in range(2)]
+    assert len({server_of(other) for other in others}) == 1 and not caplog.records
+    end(first, *others)
+
+
 def test_forks_share_a_server_that_never_started_a_thread_and_is_made_anew_for_another_environment(
     forking: LocalHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
