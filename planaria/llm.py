@@ -9,6 +9,7 @@ import logging
 import operator
 import os
 import sys
+import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -41,6 +42,7 @@ from planaria.pooled import (
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
+from planaria.processes import interrupt_between_steps
 from planaria.prompts import LoRARequest, Prompt, content_of, refuse, salt_of
 from planaria.server.inputs import child_seed, grammar_check, submissions
 from planaria.server.loras import LoraRegistry
@@ -229,9 +231,15 @@ class _Front:
         self._grammars = grammar_check(self.tokenizer, lambda: front.facts if (front := me()) else None)
         weakref.finalize(self, self._grammars.close)
         self._numbers, self._on_progress, self._to = itertools.count(), on_progress, deliver
+        self._process = os.getpid()
         self._loop = build_loop(self.config, lambda message: front._hear(message) if (front := me()) else None)
         self._loras = LoraRegistry.of(self.config)
         self._looks: dict[str, tuple[str, str]] = {}  # by name of an adapter: its path, its files as they were read
+
+    def _need_engine(self) -> None:
+        """Raises UserError in a process that was forked from the one whose engine it is."""
+        if os.getpid() != self._process:
+            raise UserError("this process was forked after its LLM was made, and has none of its ranks: make one here")
 
     def _hear(self, message: FromEngine) -> None:
         if isinstance(message, Output):
@@ -364,6 +372,7 @@ class _Front:
         reading: Reading | None = None,
         adapter: str = "",
     ) -> tuple[str, Choices, list[Submit]]:
+        self._need_engine()
         need_task(self.config.pooling, "generate")
         params = self._grammars.spelled(msgspec.structs.replace(params))  # the caller may go on to change its own
         if self.tokenizer is not None:
@@ -395,8 +404,10 @@ def _completion(of: Stream, logprobs: list[PositionLogprobs] | None) -> Completi
     )
 
 
-def _close(end: Callable[[], None], shared: dict[int, SharedWeights]) -> None:
-    """Of an engine, and then of what its ranks read."""
+def _close(end: Callable[[], None], shared: dict[int, SharedWeights], process: int) -> None:
+    """Of an engine, and then of what its ranks read. process: whose it is; what was forked from that has a copy."""
+    if os.getpid() != process:
+        return
     end()
     for weights in shared.values():
         weights.close()
@@ -431,12 +442,13 @@ class LLM(_Front):
         super().__init__(model, options, on_progress, self._deliver)
         self._sinks: dict[str, Choices] = {}
         self._pieces: list[Piece] = []
+        self._running = threading.Lock()  # one thread at a time has the engine run
         outer = self.config.parallel.outer
         self._programs = outer is not None and outer.own_prompts
         self.facts = self._loop.start()
         if self._loras is not None:
             self._loras.tell = self._loop.handle  # type: ignore[method-assign]
-        self._finalizer = weakref.finalize(self, _close, self._loop.close, self._shared)
+        self._finalizer = weakref.finalize(self, _close, self._loop.close, self._shared, self._process)
         self._finalizer.atexit = True
         atexit.register(self._finalizer)  # once; before those that its launcher's libraries registered
 
@@ -508,8 +520,17 @@ class LLM(_Front):
     ) -> None:  # fmt: skip
         """Until all of them have ended. shared: they are those of all programs. Raises UserError: it sleeps, or other
         programs don't know of these."""
+        self._need_engine()
         if self._programs and not shared:
             raise UserError(_GENERATE_ONLY)
+        with self._running, interrupt_between_steps() as look:
+            self._answer(opened, use_tqdm, on_tokens, look)
+
+    def _answer(
+        self, opened: list[tuple[str, Choices, list[Submit]]], use_tqdm: bool | Callable[..., Any],
+        on_tokens: Callable[[int, int], None] | None, look: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """look: raises what is to end it, between two steps."""
         if self.is_sleeping:
             raise UserError("the engine sleeps: call wake_up first")
         bar = None if on_tokens is not None else _bar(use_tqdm, len(opened))
@@ -523,6 +544,7 @@ class LLM(_Front):
             while self._sinks:
                 self._pieces.clear()
                 self._loop.step()
+                look()
                 if self._loop.dead is not None:
                     raise EngineDead(self._loop.dead.message)
                 done = sum(stream.done for _, stream, _ in opened) if bar is not None or on_tokens is not None else 0
@@ -757,7 +779,7 @@ class AsyncLLM(_Front):
         refuse_outer_launcher(self.config.parallel, "AsyncLLM")
         self._engine = engine = EngineThread(self._loop, self._changes)
         self.facts = engine.start()
-        self._finalizer = weakref.finalize(self, _close, engine.close, self._shared)
+        self._finalizer = weakref.finalize(self, _close, engine.close, self._shared, self._process)
         self._finalizer.atexit = True
         atexit.register(self._finalizer)  # once; before those that its launcher's libraries registered
         if self._loras is not None:

@@ -12,7 +12,9 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 from planaria.node import readable
 
@@ -68,6 +70,34 @@ def leave_signals_to_parent() -> None:
     """A terminal's Ctrl-C and a service manager's SIGTERM reach the whole group: the root drains, then ends us."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def interrupt_between_steps() -> Iterator[Callable[[], None]]:
+    """A terminal's Ctrl-C is raised by the function that is given, and at the end, not in the midst of what stands
+    between two calls of it; a second one at once. In the main thread, unless SIGINT has a handler of somebody's."""
+    heard = False
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        nonlocal heard
+        if heard:
+            signal.default_int_handler(number, frame)
+        heard = True
+
+    def look() -> None:
+        if heard:
+            raise KeyboardInterrupt
+
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield look
+        return
+    signal.signal(signal.SIGINT, hear)
+    try:
+        yield look
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    look()
 
 
 def set_title(role: str, **facts: object) -> None:

@@ -80,6 +80,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
     @property
     def form(self) -> str:
         """The one that is given. Raises RequestError."""
+        check_types(self, "structured_outputs.")
         given = [name for name in FORMS if getattr(self, name) is not None]
         given = [name for name in given if name != "json_object" or self.json_object]
         if len(given) != 1:
@@ -154,6 +155,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 raise RequestError(
                     f"structured_outputs: {e}", param="structured_outputs", code="invalid_value"
                 ) from None
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise RequestError(
+                f"structured_outputs must be StructuredOutputsParams, or a dict of its fields, got "
+                f"{self.structured_outputs!r:.60}", param="structured_outputs", code="invalid_type",
+            )  # fmt: skip
         if self.logit_bias is not None and not all(type(token) is int for token in self.logit_bias):
             try:  # ids as text, as JSON has them
                 self.logit_bias = {int(token): bias for token, bias in self.logit_bias.items()}
@@ -205,7 +211,6 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             need(known, name, f"token ids {of_vocabulary}")
         need(self.allowed_token_ids != (), "allowed_token_ids", "at least one token id")
         if self.structured_outputs is not None:
-            check_types(self.structured_outputs, "structured_outputs.")
             _ = self.structured_outputs.form
         for name in _ABSENT:
             if getattr(self, name):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import os
 import shutil
+import signal
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -161,6 +165,51 @@ def test_close_leaves_no_thread(folder: str) -> None:
     llm.close()
     gc.collect()
     assert not {t for t in set(threading.enumerate()) - before if t.is_alive()}
+
+
+@pytest.mark.parametrize("place", ["plan", "commit"])
+def test_an_interrupt_in_the_midst_of_a_step_is_one_after_it(
+    llm: LLM, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A notebook's user goes on with the same LLM."""
+    before = ids(llm, IDS, temperature=0, max_tokens=12)
+    core = llm._loop.core
+    assert core is not None
+    done = getattr(core, place)
+
+    def interrupted(*given: object) -> object:
+        os.kill(os.getpid(), signal.SIGINT)
+        return done(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(core, place, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ids(llm, IDS, temperature=0, max_tokens=12)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert ids(llm, IDS, temperature=0, max_tokens=12) == before
+
+
+def test_threads_that_call_it_take_turns(llm: LLM) -> None:
+    prompts = [[number, *IDS] for number in range(3, 9)]
+    alone = [ids(llm, prompt, temperature=0, max_tokens=20) for prompt in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        assert list(pool.map(lambda prompt: ids(llm, prompt, temperature=0, max_tokens=20), prompts)) == alone
+
+
+def test_a_fork_neither_has_nor_ends_its_parents_engine(folder: str) -> None:
+    with LLM(folder, tensor_parallel_size=2, **OPTIONS) as llm:
+        before = ids(llm, IDS, temperature=0, max_tokens=5)
+        if not (pid := os.fork()):
+            code = 1
+            with contextlib.suppress(BaseException):
+                try:
+                    ids(llm, IDS, temperature=0, max_tokens=5)
+                except UserError as e:
+                    llm.close()
+                    code = int("was forked after its LLM" not in str(e))
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert ids(llm, IDS, temperature=0, max_tokens=5) == before and llm.stats.epoch == 0
 
 
 def test_two_steps_in_flight_change_nothing(folder: str, llm: LLM) -> None:
