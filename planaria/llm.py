@@ -11,8 +11,9 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -523,44 +524,31 @@ class LLM(_Front):
         self._need_engine()
         if self._programs and not shared:
             raise UserError(_GENERATE_ONLY)
-        with self._running, interrupt_between_steps() as look:
-            self._answer(opened, use_tqdm, on_tokens, look)
-
-    def _answer(
-        self, opened: list[tuple[str, Choices, list[Submit]]], use_tqdm: bool | Callable[..., Any],
-        on_tokens: Callable[[int, int], None] | None, look: Callable[[], None],
-    ) -> None:  # fmt: skip
-        """look: raises what is to end it, between two steps."""
-        if self.is_sleeping:
-            raise UserError("the engine sleeps: call wake_up first")
-        bar = None if on_tokens is not None else _bar(use_tqdm, len(opened))
-        try:
-            for _, stream, submits in opened:
-                for submit in submits:
-                    self._sinks[submit.id] = stream
-            for _, _, submits in opened:
-                for submit in submits:
-                    self._loop.handle(submit)
-            while self._sinks:
-                self._pieces.clear()
-                self._loop.step()
-                look()
-                if self._loop.dead is not None:
-                    raise EngineDead(self._loop.dead.message)
-                done = sum(stream.done for _, stream, _ in opened) if bar is not None or on_tokens is not None else 0
-                if bar is not None:
-                    bar.update(done - bar.n)
-                if on_tokens is not None:
-                    on_tokens(done, sum(len(piece.tokens) for piece in self._pieces))
-        except BaseException:
-            for id in list(self._sinks):
-                del self._sinks[id]
-                if self._loop.core is not None:
-                    self._loop.handle(Cancel(id))
-            raise
-        finally:
-            if bar is not None:
-                bar.close()
+        told = _told(use_tqdm, len(opened), on_tokens)
+        with self._running, interrupt_between_steps() as look, told as tell:
+            if self.is_sleeping:
+                raise UserError("the engine sleeps: call wake_up first")
+            try:
+                for _, stream, submits in opened:
+                    self._sinks |= dict.fromkeys([submit.id for submit in submits], stream)
+                for _, _, submits in opened:
+                    for submit in submits:
+                        self._loop.handle(submit)
+                while self._sinks:
+                    self._pieces.clear()
+                    self._loop.step()
+                    look()
+                    if self._loop.dead is not None:
+                        raise EngineDead(self._loop.dead.message)
+                    if tell is not None:
+                        done = sum(stream.done for _, stream, _ in opened)
+                        tell(done, sum(len(piece.tokens) for piece in self._pieces))
+            except BaseException:
+                for id in list(self._sinks):
+                    del self._sinks[id]
+                    if self._loop.core is not None:
+                        self._loop.handle(Cancel(id))
+                raise
 
     def _output(self, stream: Choices, request_id: str, prompt: str | None) -> RequestOutput:
         """What a finished stream came to."""
@@ -755,15 +743,25 @@ def _each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list
     return each
 
 
-def _bar(use_tqdm: bool | Callable[..., Any], total: int) -> Any:
-    """None: nobody is to see one."""
-    if callable(use_tqdm):
-        return use_tqdm(total=total, desc="Processed prompts")
-    if not use_tqdm or not sys.stderr.isatty():
-        return None
-    from tqdm import tqdm
+@contextmanager
+def _told(
+    use_tqdm: bool | Callable[..., Any], total: int, on_tokens: Callable[[int, int], None] | None
+) -> Iterator[Callable[[int, int], None] | None]:
+    """What is told of finished requests and new tokens after each step: `on_tokens`, or a bar, if anybody is to see
+    one."""
+    make: Any = use_tqdm if callable(use_tqdm) else None
+    if make is None and use_tqdm and on_tokens is None and sys.stderr.isatty():
+        from tqdm import tqdm
 
-    return tqdm(total=total, desc="Processed prompts")
+        make = tqdm
+    if make is None or on_tokens is not None:
+        yield on_tokens
+        return
+    bar = make(total=total, desc="Processed prompts")
+    try:
+        yield lambda done, tokens: bar.update(done - bar.n)
+    finally:
+        bar.close()
 
 
 class AsyncLLM(_Front):

@@ -76,7 +76,8 @@ async def count_tokens(request: Request) -> Response:
 def _renamed(error: RequestError) -> RequestError:
     """With fields under the names that they have here."""
     if error.param is not None and error.param.startswith("tools["):
-        message = re.sub(r"^tools\[(\d+)\]\.function\.parameters", r"tools.\1.input_schema", error.message)
+        message = re.sub(r"^tools\[(\d+)\](\.function)?", r"tools.\1", error.message)
+        message = re.sub(r"^(tools\.\d+)\.parameters", r"\1.input_schema", message)
         return RequestError(message, param=message.partition(":")[0], code=error.code, status=error.status)
     for name, here in _NAMES.items():
         if error.param is not None and error.param.startswith(name):

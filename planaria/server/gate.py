@@ -183,6 +183,10 @@ class Gate:
         if scope["method"] in ("GET", "HEAD", "OPTIONS"):
             await self._answer(self.app, scope, receive, send, open_path)
             return
+        if b"content-length" in headers and b"transfer-encoding" in headers:  # where it ends, others may see otherwise
+            words = "a request has either content-length or transfer-encoding"
+            await failure(words, 400, code="invalid_http", headers=_CLOSE)(scope, receive, send)
+            return
         limit_s, service = self.config.body_timeout, self.service
         try:
             async with asyncio.timeout(limit_s) as clock:

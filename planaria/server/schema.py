@@ -314,7 +314,10 @@ Metadata = Annotated[
 
 class ChatCompletionRequest(GenerationRequest):
     messages: Messages
-    max_completion_tokens: Size | None = Field(None, description="The newer name of max_tokens.")
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
+        None, description="The newer name of max_tokens."
+    )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Needs `logprobs`.")
     response_format: ResponseFormat | None = None
@@ -623,6 +626,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     ), ()),
 }  # fmt: skip
 
+# Where a request belongs that brings these.
+_ELSEWHERE = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/responses"}
+
 _ORDER = {name: place for place, name in enumerate(NEUTRAL)}
 
 # What a field takes, where pydantic's own words about a union would be about its branches.
@@ -639,6 +645,8 @@ M = TypeVar("M", bound=BaseModel)
 
 def object_of(body: bytes) -> dict[str, Any]:
     """`body` as JSON, whose fields aren't checked yet; raises RequestError."""
+    if not body.strip():
+        raise RequestError("the request has no body; it must be a JSON object", code="invalid_json")
     brackets = body.count(b"[") + body.count(b"{")
     if brackets > MAX_BRACKETS:  # each list is an object that all others wait for
         raise RequestError(f"the request's body has {brackets} brackets; at most {MAX_BRACKETS}", code="invalid_value")
@@ -715,6 +723,10 @@ def _take_out(value: JsonObject, name: str, known: list[str], neutral: dict[str,
         raise RequestError(
             f"{clip(name)} is not supported by this server; leave it out", param=name, code="unsupported_parameter"
         )
+    if name in _ELSEWHERE:
+        raise RequestError(
+            f"unknown field {name!r}: it is one of {_ELSEWHERE[name]}", param=name, code="unknown_parameter"
+        )
     near = difflib.get_close_matches(name[:64], known, 1, 0.85)  # less alike would lead elsewhere
     hint = f"; did you mean {near[0]}?" if near else ""
     raise RequestError(f"unknown field {clip(name)!r}{hint}", param=clip(name), code="unknown_parameter")
@@ -735,6 +747,8 @@ def _explain(error: ValidationError) -> RequestError:
         return RequestError(f"{path} is required", param=path, code="missing_required_parameter")
     if first["type"] == "extra_forbidden":
         return RequestError(f"unknown field {path!r}", param=path, code="unknown_parameter")
+    if first["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return RequestError(f"{path} must be an object", param=path, code="invalid_type")
     if field in _RULES:
         return RequestError(f"{field} must be {_RULES[field]}", param=field, code="invalid_type")
     return RequestError(f"{path}: {first['msg']}", param=path or None, code="invalid_value")

@@ -158,7 +158,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"tools": [{"name": "f"}]}, "tools.0.input_schema"),
     ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type"),
-    ({"tools": [*DECLARED, DECLARED[0]]}, "declared twice"),
+    ({"tools": [*DECLARED, DECLARED[0]]}, f"tools.{len(DECLARED)}.name {DECLARED[0]['name']!r} is declared twice"),
     ({"tools": DECLARED, "tool_choice": {"type": "tool", "name": "nobody"}}, "'nobody'"),
     ({"tools": DECLARED, "tool_choice": {"type": "tool"}}, "tool_choice.name is required"),
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking can't be enabled"),

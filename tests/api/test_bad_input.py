@@ -115,6 +115,10 @@ TABLE = {
     "stream options' fields": (c(stream=True, stream_options={"x": 1}), 400, "stream_options.x", "unknown"),
     "stream a string": (c(stream="yes"), 400, "stream", None),
     "typo": (c(max_token=5), 400, "max_token", "did you mean max_tokens?"),
+    "a chat's field": (c(messages=USER), 400, "messages", "/v1/chat/completions"),
+    "a completion's field": (h(prompt="x"), 400, "prompt", "/v1/completions"),
+    "max_completion_tokens zero": (h(max_completion_tokens=0), 400, "max_completion_tokens", "1"),
+    "a text for an object": (h(response_format="json"), 400, "response_format", "must be an object"),
     "unknown": (c(frobnicate=True), 400, "frobnicate", "unknown"),
     "long unknown": (c(**{"x" * 5000: True}), 400, None, "unknown"),
     "guided": (c(guided_json=5), 400, "guided_json", None),
@@ -356,6 +360,9 @@ async def test_a_body_that_is_compressed_is_refused_by_that_name(server):
             await http.post(C, content=gzip.compress(body), headers={"content-encoding": "gzip"}), 415, words="'gzip'"
         )
         assert (await http.post(C, content=body, headers={"content-encoding": "identity"})).status_code == 200
+        check(await http.post(C, content=b" "), 400, words="no body")
+        both = {"content-length": "5", "transfer-encoding": "chunked"}
+        check(await http.post(C, content=b"0\r\n\r\n", headers=both), 400, words="either content-length or")
 
 
 async def test_without_a_tokenizer(tokenizer):
