@@ -3,6 +3,7 @@ before anything is loaded."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def report(model: str) -> dict[str, Any]:
 def _architecture(folder: Path) -> dict[str, Any]:
     """Of a folder, also where no more of it can be read."""
     path = folder / "config.json"
-    named = read_json(path).get("architectures") if path.is_file() else None
+    named = read_json(path).get("architectures") if os.path.isfile(path) else None
     return {"family": ", ".join(map(str, named))} if isinstance(named, list) else {}
 
 

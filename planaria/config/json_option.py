@@ -9,7 +9,7 @@ import msgspec
 from planaria.errors import ConfigError
 
 SHOWN = 200  # characters of what can't be read, in an error
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)
 
 
 def json_option(flag: str, given: object, kind: Any, example: str = "") -> Any:

@@ -14,7 +14,7 @@ def parse_bytes(value: int | str, option: str) -> int:
     if isinstance(value, int):
         number = float(value)
     else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", value, re.IGNORECASE)
+        match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", value, re.IGNORECASE)
         if match is None:
             raise ConfigError(option, value, "is not a size", "write bytes, or a number with a unit: 2GiB, 500M")
         number = float(match[1]) * _UNITS[(match[2] or "").lower()]
@@ -30,7 +30,7 @@ def parse_tokens(value: int | str | None, option: str) -> int | None:
     """`4096`, `4k` (4,000), `4K` (4,096) -> tokens; None for `auto`, too. Raises ConfigError."""
     if value is None or str(value) in AUTO:
         return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", str(value).strip())
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)([kKmM]?)", str(value).strip())
     if match is None:
         raise ConfigError(option, value, "is not a number of tokens", "write 4096, 4k, 4K or auto")
     number = int(float(match[1]) * {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}[match[2]])

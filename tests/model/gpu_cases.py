@@ -333,13 +333,13 @@ def graphs_further() -> None:
     """Of stages, and of steps in which rows have adapters, or choose experts."""
     for stage in range(2):
         recorded(SMALL, stage=stage, stages=2)
-    recorded(UNWINDOWED, adapts=True)
-    recorded(MIXTURE)
+    recorded({**UNWINDOWED, "num_hidden_layers": 1}, adapts=True)
+    recorded({**MIXTURE, "num_hidden_layers": 1})
 
 
 def moved_experts() -> None:
     """A recording finds experts where they are by now, and counts only tokens that are somebody's."""
-    made = list(twice(MIXTURE))
+    made = list(twice({**MIXTURE, "num_hidden_layers": 1}))
     loads = [model.count_experts() for _, model in made]
     drivers = [Driver(model, ops, block_size=16) for ops, model in made]
     for number in range(4):
@@ -351,7 +351,7 @@ def moved_experts() -> None:
                 block.place(ops, [3, 1, 2, 0, 5, 4], range(6))
     ops = made[0][0]
     ops.read_loads()
-    assert ops.recorder.played == 3 and (loads[0] == loads[1]).all() and loads[0].sum() == 4 * 3 * 2 * 2, loads
+    assert ops.recorder.played == 3 and (loads[0] == loads[1]).all() and loads[0].sum() == 4 * 3 * 2, loads
 
 
 def adapters(sizes: tuple[int, ...] = (4,)) -> None:

@@ -127,6 +127,26 @@ def test_mistakes_are_one_line(args: list[str], says: str, in_process: None, cap
     assert (code, out) == (2, "") and says in one_line(err)
 
 
+NAME = "9" * 5000  # which no file can have
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["serve", NAME], "File name too long"), (["plan", NAME], "File name too long"),
+        (["plan", "smollm2", "--max-model-len", NAME], "is not a number of tokens"),
+        (["serve", "smollm2", "--tokenizer", NAME], "maximum length"),
+        (["serve", "smollm2", "--kv-cache-memory", NAME], "is not a size"),
+        (["serve", "smollm2", "--speculative-config", "\udcff"], "can't be read"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)  # fmt: skip
+def test_what_is_too_long_or_no_text_is_one_line(
+    args: list[str], says: str, in_process: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(args) == 2 and says in one_line(capfd.readouterr().err)
+
+
 def test_a_mistake_is_one_line_of_a_process_too() -> None:
     result = planaria("generate", "smollm2", "--dtype", "int3", "--prompt", "x")
     assert (result.returncode, result.stdout) == (2, "") and "--dtype int3" in one_line(result.stderr)

@@ -200,7 +200,7 @@ def test_sizes_and_kinds_change_while_requests_run(server: Server, small: Path, 
 def test_grammars_and_drafts_go_on_where_they_were() -> None:
     """With a tokenizer: the grammar's state, and what is drafted, begin again from the tokens."""
     drafts = '{"method": "ngram", "num_speculative_tokens": 4}'
-    options = ("smollm2", *SMALL, "--dtype", "float32", "--batch-invariant", "--threads", "1")
+    options = ("smollm2", *SMALL, "--batch-invariant", "--threads", "1")
     schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
               "required": ["name", "age"], "additionalProperties": False}  # fmt: skip
     text = "The planarian is a flatworm that regrows from any piece. " * 7
