@@ -66,7 +66,7 @@ def test_a_picture_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.Monkey
         show(path, tmp_path / "out.png")
 
 
-@pytest.mark.parametrize("layers", [1, 40])
+@pytest.mark.parametrize("layers", [1, pytest.param(40, marks=pytest.mark.long)])
 def test_a_picture(tmp_path: Path, layers: int) -> None:
     pytest.importorskip("matplotlib", reason="the extra plot (matplotlib) is not installed")
     engine = {**ENGINE, "layers": [{**LAYER, "layer": i} for i in range(layers)]}

@@ -126,7 +126,7 @@ SHARED: list[Any] = [
 
 @pytest.mark.row("P19", "P20")
 @pytest.mark.parametrize(
-    "options", [*SHARED[:2], *(pytest.param(each, marks=pytest.mark.long) for each in SHARED[2:])], ids=str
+    "options", [SHARED[0], *(pytest.param(each, marks=pytest.mark.long) for each in SHARED[1:])], ids=str
 )
 def test_context_ranks(folder: Path, expected: list[list[int]], options: dict[str, Any]) -> None:
     """Who shares the tokens of a sequence, or of a step: each micro-batch is of all of them, and a part of it dies."""

@@ -100,7 +100,8 @@ OTHERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", OTHERS[:1] + [pytest.param(o, marks=pytest.mark.long) for o in OTHERS[1:]], ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize("options", OTHERS, ids=str)
 def test_other_layouts(folder: Path, expected: list[list[int]], options: dict[str, Any]) -> None:
     if "quantization" in options:
         with Engine(str(folder), distributed_executor_backend="uni", **options) as one:

@@ -12,6 +12,7 @@ from tests.faults.deployment import Deployment, write_model
 from tests.faults.makers import make
 from tests.faults.play import play
 from tests.proc.servers import SOON
+from tests.tiers import representatives
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 
@@ -32,7 +33,10 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     made.close()
 
 
-@pytest.mark.parametrize("name", CELLS)
+# The others by test_ray.py and test_losses.py, too.
+@pytest.mark.parametrize(
+    "name", representatives(CELLS, "engine/kill/decode", "rank0/stop/prefill", "rank1/kill/recovery")
+)
 def test_cell(name: str, deployment: Deployment) -> None:
     result = play(Cell.of(f"ray/{name}"), deployment)
     assert result.right, result

@@ -23,7 +23,7 @@ import pytest
 from tests.faults.streams import enter_network, within
 from tests.proc.networks import Networks, several_networks
 from tests.proc.servers import PATIENT, TINY, Server, alive, needs_smollm2, planaria, wait_until
-from tests.proc.test_engine_death import HASH, REAL, STREAMS, Outcome
+from tests.proc.test_engine_death import HASH, STREAMS, Outcome
 from tests.proc.test_engine_death import run as run_streams
 from tests.ray.clusters import RayNodes
 from tests.ray.test_networks import tokens
@@ -125,7 +125,8 @@ def memory_files(pid: int) -> set[tuple[str, str]]:
 def test_kv_outlives_who_computes_in_it_on_another_machine(networks: Networks, nodes: RayNodes, role: str) -> None:
     """Its owner there is the reaper: whoever comes next goes on with it, and maps the weights."""
     env = nodes.env | {"RAY_ADDRESS": nodes.address}
-    words = [*REAL, "--heartbeat-timeout", "5", *ON_RAY[role]]
+    words = ["--kv-cache-memory", "256MiB", "--max-model-len", "512", "--dtype", "float32", *ON_RAY[role]]
+    words += ["--heartbeat-timeout", "5"]
     with Server("smollm2", *words, env=env, prefix=networks.prefixes[0]) as server:
         deployment = Deployment(server, networks)
         deployment.all_ready(len(deployment.engines))
