@@ -7,11 +7,13 @@ costs a step. No clock and no randomness of its own: who runs steps tells the ti
 
 from __future__ import annotations
 
-import heapq
-from bisect import bisect_right, insort
+from bisect import insort
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
 
 FIRST_GUESS = 0.15  # of a step of one token: what another costs, before it was seen
 MEMORY = 0.9  # of an average: the weight of what was before
@@ -20,7 +22,6 @@ STEADY = 4.0  # drafts that this counts as
 LOOK_AGAIN = 32  # steps without drafts, after which a row gets one
 LEAST = 0.05  # chance of a draft that is thought of
 GAIN = 1.15  # in tokens a second, that drafts must be expected to bring
-HOPELESS = 0.7  # of the best rate: beyond it nothing better is looked for
 MOST_TOKENS = 1 << 10
 FORGOTTEN = 128  # steps after which a number of tokens that wasn't seen again is none that was seen
 
@@ -57,20 +58,21 @@ class StepTimes:
     def expected(self, tokens: int) -> float:
         """Never less for more tokens; 0.0: nothing was seen. On a line between those that were seen, and beyond them
         what a token cost so far."""
+        return float(self.of_sizes(np.array([tokens]))[0])
+
+    def of_sizes(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """`expected`, of several numbers of tokens."""
         known = self._tokens
         if not known:
-            return 0.0
+            return np.zeros(len(tokens))
         if self._seconds is None:
             self._seconds = list(accumulate((self._seen[n] for n in known), max))
         seconds, first, last = self._seconds, known[0], known[-1]
-        if first < tokens < last:
-            i = bisect_right(known, tokens)
-            left, low = known[i - 1], seconds[i - 1]
-            return low + (seconds[i] - low) * (tokens - left) / (known[i] - left)
         start, end = seconds[0], seconds[-1]
         one = start / (1 + FIRST_GUESS * (first - 1))
         slope = (end - start) / (last - first) if last > first else FIRST_GUESS * one
-        return end + slope * (tokens - last) if tokens >= last else max(one, start - slope * (first - tokens))
+        found = np.interp(tokens, known, seconds) + slope * np.maximum(tokens - last, 0)
+        return np.maximum(found - slope * np.maximum(first - tokens, 0), one)
 
 
 class DraftSizes:
@@ -107,39 +109,22 @@ class DraftSizes:
     def dealt(self, rows: Sequence[int], most: int, room: int) -> dict[int, int]:
         """By row, how many drafts it is to have in a step of these rows, in which there is room for so many more
         tokens. Drafts that gain little are left out: they cost those who wait for the rows without any."""
-        chances = {row: self.chance(row) for row in rows}
-        heap = [(-chance, row, 1) for row, chance in chances.items() if chance >= LEAST]
-        heapq.heapify(heap)
-        taken: list[int] = []  # rows, in the order in which they get one more
-        tokens, best, best_rate = float(len(rows)), 0, 0.0
-        if time := self.times.expected(len(rows)):
-            best_rate = GAIN * len(rows) / time
-            if self._reach(chances.values(), most) <= best_rate * self.times.expected(len(rows) + 1):
-                heap.clear()  # however many they got
-        while heap and len(taken) < room:
-            gain, row, number = heapq.heappop(heap)
-            taken.append(row)
-            tokens -= gain
-            if number < most and -gain * chances[row] >= LEAST:
-                heapq.heappush(heap, (gain * chances[row], row, number + 1))
-            time = self.times.expected(len(rows) + len(taken))
-            rate = tokens / time if time else tokens
-            if rate > best_rate:
-                best, best_rate = len(taken), rate
-            elif rate < HOPELESS * best_rate:
-                break
+        found = np.array([self.chance(row) for row in rows])
+        each = found[:, None] ** np.arange(1, most + 1)  # chance that a row's drafts are right up to this one
+        each[each < LEAST] = 0.0
+        order = (-each).ravel().argsort(kind="stable")[: min(room, int((each > 0).sum()))]
+        tokens = len(rows) + np.cumsum(each.ravel()[order])
+        times = self.times.of_sizes(len(rows) + np.arange(len(order) + 1))
         sizes: dict[int, int] = {}
-        for row in taken[:best]:
-            sizes[row] = sizes.get(row, 0) + 1
+        if len(order):
+            rates = tokens / times[1:] if times[0] else tokens
+            best = int(rates.argmax())
+            if rates[best] > (GAIN * len(rows) / times[0] if times[0] else 0.0):
+                counts = np.bincount(order[: best + 1] // most, minlength=len(rows)).tolist()
+                sizes = {row: count for row, count in zip(rows, counts, strict=True) if count}
         for row in rows:
             if row not in sizes:
                 self._idle[row] += 1
                 if self._idle[row] % LOOK_AGAIN == 0 and sum(sizes.values()) < room:
                     sizes[row] = 1
         return sizes
-
-    @staticmethod
-    def _reach(chances: Collection[float], most: int) -> float:
-        """Tokens that a step of rows with these chances can be expected to bring at the most."""
-        more = (most if chance >= 1 else min(most, chance / (1 - chance)) for chance in chances if chance >= LEAST)
-        return len(chances) + sum(more)

@@ -1,4 +1,5 @@
-"""A class for `--sd-worker-cls`: drafts that are mostly right, from a file beside the model's weights."""
+"""Classes for `--sd-worker-cls`: drafts that are mostly right, from a file beside the model's weights; and one for
+`worker_cls`."""
 
 from __future__ import annotations
 
@@ -7,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from planaria.config.options import EngineConfig
+from planaria.protocol import Allocate, Reply
+from planaria.worker.draft_sizes import StepTimes
+from planaria.worker.worker import Worker
 
 BOOK = "book.json"
 
@@ -58,3 +62,20 @@ class Silent:
 
     def draft(self, wanted: Mapping[int, int]) -> Mapping[int, Sequence[int]]:
         return {}
+
+
+class OneTime(StepTimes):
+    """Steps take as long with drafts as without."""
+
+    def expected(self, tokens: int) -> float:
+        return 1.0
+
+
+class Eager(Worker):
+    """A rank on which drafts pay, whatever else runs on the machine."""
+
+    def _allocate(self, command: Allocate) -> Reply:
+        reply = super()._allocate(command)
+        if self.runner is not None and self.runner.speculation is not None:
+            self.runner.speculation.sizes.times = OneTime()
+        return reply
