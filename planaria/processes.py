@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import os
 import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -137,3 +139,37 @@ def titled_processes() -> Iterator[tuple[int, str, dict[str, str]]]:
             continue
         if found is not None:
             yield int(name), *found
+
+
+@functools.cache
+def can_give_way() -> bool:
+    """Is a process that gave way let back? Not on every system, nor without the right to it (CAP_SYS_NICE, or a limit
+    RLIMIT_NICE that allows its nice value)."""
+    found = []
+
+    def attempt() -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+            found.append(True)
+
+    thread = threading.Thread(target=attempt, name="give-way")  # of which all this is forgotten
+    thread.start()
+    thread.join()
+    return bool(found)
+
+
+def give_way(id: int, *, always: bool) -> None:
+    """Have all threads of a process compute when nobody else would, or have their share again. A high nice value is not
+    enough: who has begun to run then has a processor until the scheduler's next tick, milliseconds later, and threads
+    that compute together sleep and wake many times a step. Only where `can_give_way`."""
+    with contextlib.suppress(OSError):  # it has ended
+        for thread in os.listdir(f"/proc/{id}/task"):
+            os.sched_setscheduler(int(thread), os.SCHED_IDLE if always else os.SCHED_OTHER, os.sched_param(0))
+
+
+def processor_time(id: int) -> float:
+    """Seconds that all threads of a process have had. Linux."""
+    with contextlib.suppress(OSError):  # it has ended
+        return time.clock_gettime((~id << 3) | 2)
+    return 0.0

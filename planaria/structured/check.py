@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import msgspec
 
 from planaria.errors import RequestError
 from planaria.node import readable, writable
+from planaria.processes import can_give_way, give_way, processor_time
 from planaria.structured.spec import OutputForm, field_of, form_of, place_of
 from planaria.types import SamplingParams, StructuredOutputsParams
 
@@ -35,6 +37,10 @@ KEPT = 256  # verdicts that are kept
 KEPT_BYTES = 16 << 20  # of their grammars
 
 NICE = 10  # a tenth of a core's time where others want it all: ranks of the same machine compute meanwhile
+STARVED = 0.05  # seconds in which it runs when nobody else would, and then is to have had
+AT_ONCE = 0.02  # seconds of a processor, which a usual grammar never needs: else it has that tenth, until it had them
+LATE = 10.0  # seconds after which it has a tenth to the end
+LATE_START = 1.0  # the same, while it starts and nobody waits for it
 ENDING = 1.0  # seconds that it may take to end
 FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)  # what it makes of a grammar ends it otherwise
 TOO_MUCH = f"takes more than {CPU:g} s of a processor, or too much memory, to compile"
@@ -65,6 +71,36 @@ class Verdict(msgspec.Struct, frozen=True):
     place: str = ""
 
 
+class _Share:
+    """Of the processors, that a process has which compiles."""
+
+    def __init__(self, id: int) -> None:
+        self.id, self._gives_way = id, False
+        os.setpriority(os.PRIO_PROCESS, id, NICE)
+
+    def begin(self, late: float = LATE) -> None:
+        self._began, self._late = time.monotonic(), late
+        self._before = processor_time(self.id)
+        self._give_way(late > 0)
+
+    def look(self) -> float:
+        """Change it, if need be. Returns seconds until it is to be looked at again."""
+        waited = time.monotonic() - self._began
+        if waited >= self._late:
+            self._give_way(False)
+            return math.inf
+        if waited < STARVED:
+            return STARVED - waited
+        starved = processor_time(self.id) - self._before < AT_ONCE
+        self._give_way(not starved)
+        return AT_ONCE if starved else self._late - waited
+
+    def _give_way(self, always: bool) -> None:
+        if always != self._gives_way and can_give_way():
+            self._gives_way = always
+            give_way(self.id, always=always)
+
+
 class GrammarProcess:
     """One that compiles. Not for two threads at once: `lock`."""
 
@@ -72,6 +108,7 @@ class GrammarProcess:
         self._vocabulary = vocabulary
         self.lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
+        self._share: _Share | None = None
         self.was_up = self._closed = False
 
     def ask(self, line: bytes) -> Verdict | None:
@@ -94,30 +131,32 @@ class GrammarProcess:
                 return Verdict(error=TOO_MUCH)
         return None
 
-    def _start(self) -> bool:
-        """Is it up?"""
+    def _start(self, late: float = 0.0) -> bool:
+        """Is it up? late: see `_Share`; 0: somebody waits for it."""
         vocabulary = msgspec.json.encode(self._vocabulary())
         self.process = process = subprocess.Popen(
             [sys.executable, "-m", "planaria.structured.check_process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, bufsize=0,
         )  # fmt: skip
-        os.setpriority(os.PRIO_PROCESS, process.pid, NICE)  # also what it imports
+        self._share = _Share(process.pid)
         assert process.stdin is not None
         os.set_blocking(process.stdin.fileno(), False)
-        up = self._exchange(vocabulary, START) is not None
+        up = self._exchange(vocabulary, START, late) is not None
         self.was_up = self.was_up or up
         return up
 
     def _start_again(self) -> None:
         """After a grammar that ended it, so that the next one need not wait for that."""
         with self.lock, contextlib.suppress(RequestError):
-            if self.process is None and not self._closed and not self._start():
+            if self.process is None and not self._closed and not self._start(LATE_START):
                 self._end()
 
-    def _exchange(self, line: bytes, patience: float) -> bytes | None:
+    def _exchange(self, line: bytes, patience: float, late: float = LATE) -> bytes | None:
         """The answer to a line; None: none came."""
-        process = self.process
+        process, share = self.process, self._share
         assert process is not None and process.stdin is not None and process.stdout is not None
+        assert share is not None
+        share.begin(late)
         deadline, answer = time.monotonic() + patience, bytearray()
         try:
             left = memoryview(line + b"\n")
@@ -128,8 +167,11 @@ class GrammarProcess:
         except OSError:
             return None
         while not answer.endswith(b"\n"):
-            if not readable(process.stdout.fileno(), max(0.0, deadline - time.monotonic())):
+            left_for_it = deadline - time.monotonic()
+            if left_for_it <= 0:
                 return None
+            if not readable(process.stdout.fileno(), min(left_for_it, share.look())):
+                continue
             part = process.stdout.read(1 << 16)
             if not part:
                 return None

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 STACK = 64 << 20  # bytes of the threads that compile and follow grammars: more than where they were checked
 COMPILED = 32  # grammars that are kept
 LATE = 256  # keys of constraints that are kept for rows to enter again
+LATE_FOR = 10.0  # seconds that they are: a row enters again within steps, or its request has left
 WORTH_A_THREAD = 8  # rows: handing work to a thread costs as much as a few
 PATIENCE = 0.01  # seconds in which a step waits for what isn't ready, in all, where all its rows do
 BESIDE = 0.002  # and where others are in it, who have waited for nobody so far
@@ -224,6 +225,7 @@ class Constraints:
         self.late = Constraint(vocab_size, (), goes_on=False)  # of rows that are late, until they enter again
         self.late.late = True
         self._late: dict[Key, list[Constraint]] = {}
+        self._late_since: dict[Key, float] = {}  # in this order
         self._pools: tuple[ThreadPoolExecutor, ...] = ()
 
     def enter(self, grammar: str, eos_ids: Sequence[int], output: Sequence[int], *, goes_on: bool) -> Constraint:
@@ -233,8 +235,9 @@ class Constraints:
             constraint = self._late[key].pop()
             constraint.late = False
             if not self._late[key]:
-                del self._late[key]
+                self._forget(key)
             return constraint
+        self._forget_old()
         constraint = Constraint(self.size, eos_ids, goes_on=goes_on, grammar=grammar, output=output)
         constraint.ready = self._threads()[COMPILING].submit(self._begin, constraint, grammar)
         return constraint
@@ -308,9 +311,20 @@ class Constraints:
 
     def _keep(self, constraint: Constraint) -> None:
         """For its request, when that enters again."""
+        self._forget_old()
         self._late.setdefault(constraint.key, []).append(constraint)
-        while len(self._late) > LATE:
-            del self._late[next(iter(self._late))]
+        self._late_since.setdefault(constraint.key, time.monotonic())
+        if len(self._late) > LATE:
+            self._forget(next(iter(self._late_since)))
+
+    def _forget(self, key: Key) -> None:
+        del self._late[key], self._late_since[key]
+
+    def _forget_old(self) -> None:
+        """Each may have tens of megabytes."""
+        before = time.monotonic() - LATE_FOR
+        for key in [key for key, since in self._late_since.items() if since < before]:
+            self._forget(key)
 
     def _begin(self, constraint: Constraint, grammar: str) -> None:
         try:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import random
 import re
 import signal
+import subprocess
 import threading
 from array import array
 from collections import Counter
@@ -15,6 +17,7 @@ from collections.abc import Iterator
 from concurrent.futures import wait
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -27,6 +30,7 @@ from planaria import LLM, SamplingParams, StructuredOutputsParams
 from planaria.checkpoint import resolve_checkpoint
 from planaria.errors import RequestError
 from planaria.kernels import sampling_library
+from planaria.processes import can_give_way
 from planaria.protocol import Fresh
 from planaria.server.tokenise import load_tokenizer
 from planaria.structured import check as check_module
@@ -375,6 +379,23 @@ def test_what_was_begun_for_a_late_row_is_one_other_rows(tmp_path: Path, monkeyp
     sampler.close()
 
 
+def test_what_nobody_enters_again_for_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request of a late row may have been aborted."""
+    last = checkpoints.write_tokenizer(tmp_path) - 1
+    tokens = make_vocabulary((tmp_path / "tokenizer.json").read_text(), last + 1, last)
+    constraints, now = Constraints(last + 1, lambda eos_id: tokens), [0.0]
+    monkeypatch.setattr(constraint, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    grammar = LLMatcher.grammar_from_regex("abc")
+    first = constraints.enter(grammar, (last,), (), goes_on=False)
+    constraints._keep(first)
+    assert constraints.enter(grammar, (last,), (), goes_on=False) is first
+    constraints._keep(first)
+    now[0] += constraint.LATE_FOR + 1
+    constraints.enter(grammar, (last,), (5,), goes_on=False)
+    assert constraints.enter(grammar, (last,), (), goes_on=False) is not first
+    constraints.close()
+
+
 def test_a_grammar_that_takes_too_long_ends_its_row(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     monkeypatch.setattr(constraint, "SUSPECT", -1.0)
     monkeypatch.setattr(constraint, "EACH", 0.0)
@@ -497,13 +518,13 @@ def test_who_compiles_grammars_is_killed_while_it_starts(tmp_path: Path, monkeyp
     given, kills = [Vocabulary(text, size, size - 1)], 2
 
     class Killed(check_module.GrammarProcess):
-        def _exchange(self, line: bytes, patience: float) -> bytes | None:
+        def _exchange(self, line: bytes, patience: float, late: float = 0.0) -> bytes | None:
             nonlocal kills
             if kills and patience == check_module.START:
                 kills -= 1
                 assert self.process is not None
                 self.process.kill()
-            return super()._exchange(line, patience)
+            return super()._exchange(line, patience, late)
 
     monkeypatch.setattr(check_module, "GrammarProcess", Killed)
     check = GrammarCheck(lambda: given[0])
@@ -531,8 +552,8 @@ def test_after_one_that_takes_too_much_another_starts_by_itself(
     up = threading.Semaphore(0)
 
     class Told(check_module.GrammarProcess):
-        def _start(self) -> bool:
-            found = super()._start()
+        def _start(self, late: float = 0.0) -> bool:
+            found = super()._start(late)
             up.release()
             return found
 
@@ -604,3 +625,32 @@ def test_what_takes_long_to_compile_holds_up_nobody_else(tmp_path: Path) -> None
         assert check.grammar(StructuredOutputsParams(choice=("b",)), "structured_outputs")
     assert second.process is not None
     check.close()
+
+
+@pytest.mark.skipif(not can_give_way(), reason="this process has no right to have its share back")
+def test_who_compiles_gives_way_and_is_not_starved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs when nobody else would; a usual grammar has a tenth of a core where that is too little, and so does any
+    other one in the end."""
+    now, had = 0.0, 0.0
+    monkeypatch.setattr(check_module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(check_module, "processor_time", lambda id: had)
+    with subprocess.Popen(["sleep", "600"]) as process:
+        share = check_module._Share(process.pid)
+
+        def gives_way() -> bool:
+            assert os.getpriority(os.PRIO_PROCESS, process.pid) >= check_module.NICE
+            return os.sched_getscheduler(process.pid) == os.SCHED_IDLE
+
+        share.begin(0.0)  # somebody waits for it to come up
+        assert not gives_way() and share.look() == math.inf
+        share.begin()
+        assert gives_way() and share.look() == pytest.approx(check_module.STARVED)
+        now = check_module.STARVED
+        assert share.look() < check_module.STARVED and not gives_way()
+        had = check_module.AT_ONCE
+        assert share.look() == pytest.approx(check_module.LATE - check_module.STARVED) and gives_way()
+        now = check_module.LATE
+        assert share.look() == math.inf and not gives_way()
+        share.begin()
+        assert gives_way()
+        process.kill()
