@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.types import Receive
@@ -105,9 +105,7 @@ class Admission:
             if not clock.expired():
                 clock.reschedule(0)
 
-    async def in_thread(
-        self, work: Callable[[], T], gone: Receive | None = None, thread: ThreadPoolExecutor | None = None
-    ) -> T:
+    async def in_thread(self, work: Callable[[], T], gone: Receive | None = None, thread: Executor | None = None) -> T:
         """Run a long piece of text work beside the event loop.
 
         One thread for all of it: it must not take the cores the engine computes with; `thread`: another. `gone`: the

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive
 
 from planaria.errors import RequestError
 from planaria.parsers.reading import Reading
@@ -127,19 +126,19 @@ async def held_form(
         assert tools is not None and reading is not None
         form = await by_length(service, request, lambda: call_form(tools, reading, template, tokenizer))
         held = msgspec.structs.replace(params, structured_outputs=form)
-        params = with_calls(params, (await _constrained(service, held, tools, request.receive)).grammar)
+        params = with_calls(params, (await _constrained(service, held, tools, request)).grammar)
     return thinking_first(params, reading, tokenizer)
 
 
-async def _constrained(service: Service, params: SamplingParams, tools: Tools, gone: Receive) -> SamplingParams:
+async def _constrained(service: Service, params: SamplingParams, tools: Tools, request: Request) -> SamplingParams:
     """`params` with the grammar of the calls that must be made. Raises RequestError: of the tool whose schema is wrong,
     if it is one of the first."""
     try:
-        return await service.constrained(params, "tools", gone)
+        return await service.constrained(params, "tools", request)
     except RequestError as e:
         if e.status == 400 and TOO_MUCH not in e.message:
             for place, form in islice(tool_forms(tools), NAMED):
-                await service.constrained(msgspec.structs.replace(params, structured_outputs=form), place, gone)
+                await service.constrained(msgspec.structs.replace(params, structured_outputs=form), place, request)
         raise
 
 

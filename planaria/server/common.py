@@ -158,7 +158,7 @@ async def spelled(
     facts = service.client.facts
     params.verify(facts.vocab_size if facts is not None else None)
     if form is not None:
-        params = await service.constrained(params, place, request.receive)
+        params = await service.constrained(params, place, request)
 
     def work() -> SamplingParams:
         if params.stop:

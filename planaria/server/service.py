@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import itertools
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from starlette.requests import Request
 from starlette.types import Receive
 
 import planaria
@@ -18,8 +20,10 @@ from planaria.errors import RequestError
 from planaria.server.admission import Admission
 from planaria.server.config import ServerConfig
 from planaria.server.dispatcher import Dispatcher
+from planaria.server.fair_queue import FairQueue, NoRoom
 from planaria.server.faults import FaultLog
 from planaria.server.history import History
+from planaria.server.idempotency import owner_of
 from planaria.server.inputs import child_seed, grammar_check
 from planaria.server.metrics import Metrics
 from planaria.server.response_metrics import ResponseMetrics
@@ -28,6 +32,7 @@ from planaria.server.tokenise import LONG_TEXT, Tokenizer
 from planaria.server.transfer import Transfers
 from planaria.server.vectors import need_task
 from planaria.structured.check import PROCESSES
+from planaria.structured.spec import field_of
 from planaria.types import SamplingParams
 from planaria.wire import Dead, EngineFacts, Recovery
 
@@ -41,6 +46,7 @@ TEXT_AT_ONCE = 1 << 16  # characters of several texts that are tokenised togethe
 SHOWN_NAMES = 20  # of adapters, where a name is none
 MAX_TEXT = 1 << 20  # characters of a text that isn't bound by the model's length
 MAX_CHECKING = 256  # grammars that wait to be compiled; beyond that 503
+CHECKING = 10.0  # seconds that one waits until it is; then 503
 NORMALIZER_SLACK = 4  # how much shorter a normaliser may make a text
 
 
@@ -70,8 +76,7 @@ class Service(Admission):
         self._numbers = itertools.count()
         self._fingerprint: str | None = None
         self.grammars = grammar_check(tokenizer, lambda: client.facts)
-        self._checks = ThreadPoolExecutor(PROCESSES, "planaria-grammar")
-        self._checking = 0  # grammars that wait for it
+        self._checks = FairQueue(PROCESSES, "planaria-grammar", MAX_CHECKING)
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -211,21 +216,25 @@ class Service(Admission):
                 param=param, code="context_length_exceeded",
             )  # fmt: skip
 
-    async def constrained(self, params: SamplingParams, place: str, gone: Receive) -> SamplingParams:
+    async def constrained(self, params: SamplingParams, place: str, request: Request) -> SamplingParams:
         """`params` with the grammar of their structured outputs, which are in the request's field `place`. Raises
-        RequestError. One that was compiled lately waits for no other."""
-        known = await self.in_thread(lambda: self.grammars.known(params, place), gone)
+        RequestError. One that was compiled lately waits for no other; else API keys, or, where there are none,
+        addresses, have their turns, and nobody waits for longer than `CHECKING`."""
+        known = await self.in_thread(lambda: self.grammars.known(params, place), request.receive)
         if known is not None:
             return known
-        if self._checking >= MAX_CHECKING:
-            raise RequestError(
-                f"{self._checking} grammars are waiting to be compiled", param=place, code="overloaded", status=503
-            )
-        self._checking += 1
+        client = request.client
+        owner = owner_of(request.scope, self.config) or (client.host if client is not None else "")
         try:
-            return await self.in_thread(lambda: self.grammars.spelled(params, place), gone, self._checks)
-        finally:
-            self._checking -= 1
+            async with asyncio.timeout(CHECKING):
+                work = partial(self.grammars.spelled, params, place)
+                return await self.in_thread(work, request.receive, self._checks.of(owner))
+        except (TimeoutError, NoRoom) as e:
+            waited = f"it waited for {CHECKING:g} s" if isinstance(e, TimeoutError) else f"{self._checks.most} wait"
+            raise RequestError(
+                f"{place}: too many grammars are to be compiled: {waited}; send the request again later",
+                param=field_of(place), code="overloaded", status=503,
+            ) from None  # fmt: skip
 
     def _recovery(self, message: Recovery) -> None:
         self.faults.hear(message)
@@ -290,7 +299,7 @@ class Service(Admission):
 
     def close(self) -> None:
         super().close()
-        self._checks.shutdown(wait=False, cancel_futures=True)
+        self._checks.close()
         self.grammars.close()
 
     def abort_all(self, message: str, status: int = 503, code: str = "aborted") -> int:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from concurrent.futures import Future
 
 import openai
 import pytest
 
-from planaria.structured.check import GrammarProcess
+from planaria.server import service
+from planaria.server.fair_queue import FairQueue, NoRoom
+from planaria.structured.check import GrammarProcess, Verdict
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
 WRONG = {"type": "object", "properties": {"a": {"items": {"uniqueItems": True}}}}
@@ -86,3 +89,47 @@ async def test_one_that_takes_too_much_is_refused_and_others_go_on(server, monke
         await hostile
     await client.completions.create(model="smollm2", prompt="Hi", max_tokens=2, extra_body={"guided_choice": ["a"]})
     assert len(server.engine.submitted) == 4
+
+
+async def test_who_waits_for_a_grammar_is_told_so_in_time(start, monkeypatch):
+    """One line for each API key; whoever is in it has an answer, and where it is full, whose most of it is."""
+    owners, go, of = [], threading.Event(), FairQueue.of
+    monkeypatch.setattr(service, "CHECKING", 0.05)
+    monkeypatch.setattr(GrammarProcess, "ask", lambda self, line: go.wait(60) and Verdict(grammar="start: /a/"))
+    monkeypatch.setattr(FairQueue, "of", lambda self, owner: owners.append(owner) or of(self, owner))
+
+    def body(what):
+        return {"prompt": "Hi", "max_tokens": 2, "guided_choice": [what]}
+
+    def key(name):
+        return {"Authorization": f"Bearer {name}"}
+
+    async with start(api_keys=("one", "two")) as server, server.http() as http:
+        for name, what in (("one", "a"), ("one", "b"), ("two", "c")):
+            answer = await http.post(C, json=body(what), headers=key(name))
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"], error["param"]) == (503, "overloaded", "guided_choice")
+            assert "waited for 0.05 s; send the request again later" in error["message"]
+            assert int(answer.headers["Retry-After"]) > 0
+        assert owners[0] == owners[1] != owners[2]
+        monkeypatch.setattr(service, "CHECKING", 60)
+        monkeypatch.setattr(FairQueue, "add", lambda self, owner, work: failed(NoRoom()))
+        answer = await http.post(C, json=body("d"), headers=key("one"))
+        assert answer.status_code == 503 and "256 wait" in answer.json()["error"]["message"]
+        monkeypatch.undo()
+        go.set()
+        assert not server.engine.submitted
+
+
+async def test_without_api_keys_each_address_has_a_line(server, monkeypatch):
+    owners, of = [], FairQueue.of
+    monkeypatch.setattr(FairQueue, "of", lambda self, owner: owners.append(owner) or of(self, owner))
+    async with server.http() as http:
+        answer = await http.post(C, json={"prompt": "Hi", "max_tokens": 2, "guided_choice": ["of an address"]})
+    assert answer.status_code == 200 and owners == ["127.0.0.1"]
+
+
+def failed(error):
+    future = Future()
+    future.set_exception(error)
+    return future
