@@ -97,10 +97,10 @@ class Constraint:
             self._take(token, f"token {token} does not follow the grammar of structured_outputs")
         self._look()
 
-    def settle(self, line: Any = None, *, greedy: bool = False) -> int | None:
+    def settle(self, line: Any = None, *, greedy: bool = False, look: bool = True) -> int | None:
         """Take in what was drawn, and look for what may come next, unless it is clear without that what is drawn now:
         the only token that may come, or, of a greedy row, the greatest logit. That is taken in, too, and returned.
-        line: the row's logits, if it is drawn now."""
+        line: the row's logits, if it is drawn now. look: False: leave that to the next call."""
         if self.error or (self.looked and self.drawn is None):
             return None
         clock = time.thread_time if self.suspect else time.perf_counter  # a tenth of what the other takes
@@ -110,14 +110,18 @@ class Constraint:
             if token is not None:
                 self._take(token, TOO_COMPLEX)  # it was allowed
             found = self._follow(line, greedy) if line is not None else None
-            if found is None:
+            if found is None and look:
                 self._look()
         except Exception as e:
             self.error, found = f"the grammar of structured_outputs failed: {type(e).__name__}: {e}", None
         took = clock() - since
+        if self.suspect:
+            self.spent += took
+        if found is None and not look:
+            return None
         self.tokens += 1
         if self.suspect:
-            self.spent, self.slow = self.spent + took, took > SLOW
+            self.slow = took > SLOW
         self.suspect = took > SUSPECT
         if self.spent > AT_FIRST + EACH * self.tokens:
             each = 1e3 * self.spent / self.tokens
@@ -284,26 +288,29 @@ class Constraints:
             constraint.waited = constraint.late
         errors: dict[int, str] = {}
         drawn: dict[int, int] = {}
-        ban: Ban | None = None
+        masked: list[tuple[int, Constraint]] = []
+        for line, constraint in bound:
+            if constraint.late:
+                continue
+            token = constraint.settle(None if self.ahead else logits[line], greedy=line in greedy, look=False)
+            if token is None:
+                masked.append((line, constraint))
+                continue
+            drawn[line] = token
+            if constraint.slow:
+                self._aside([constraint], ASIDE)
 
-        def settle(lines: list[tuple[int, Constraint]]) -> None:
-            nonlocal ban
+        def mask(lines: list[tuple[int, Constraint]], ban: Ban | None) -> None:
             for line, constraint in lines:
-                token = constraint.settle(None if self.ahead else logits[line], greedy=line in greedy)
-                if token is not None:
-                    drawn[line] = token
-                    if constraint.slow:
-                        self._aside([constraint], ASIDE)
-                    continue
-                if ban is None and kernel is not None:
-                    ban = kernel(logits)
+                constraint.settle()
                 if error := constraint.ban(logits, line, ban):
                     errors[line] = error
 
-        there = [(line, constraint) for line, constraint in bound if not constraint.late]
-        parts = 1 if self.ahead else max(1, min(self.threads, len(there) // WORTH_A_THREAD))
-        others = [self._threads()[FOLLOWING].submit(settle, there[part::parts]) for part in range(1, parts)]
-        settle(there[::parts])
+        # Threads share the interpreter, so they have what takes long without it, and nothing else.
+        parts = 1 if self.ahead else max(1, min(self.threads, len(masked) // WORTH_A_THREAD))
+        ban = kernel(logits) if masked and kernel is not None else None
+        others = [self._threads()[FOLLOWING].submit(mask, masked[part::parts], ban) for part in range(1, parts)]
+        mask(masked[::parts], ban)
         for other in others:
             other.result()
         errors |= {line: "" for line, constraint in bound if constraint.late}
