@@ -20,7 +20,7 @@ Each prints a table and writes benchmarks/out/structured_NAME.json.
   themselves, as they may be kept.
 - beside: gaps of the tokens of four rows, while eight others have short answers one after the other: each held to
   another one of fuzz's grammars, or free and as long; by themselves, or while more grammars are being checked without a
-  pause; and, as a measure, beside a process of the same priority that only counts. In turns, the 99th of 100.
+  pause; and, as a measure, beside a process of the idle class that only counts. In turns, the 99th of 100.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from planaria.checkpoint import resolve_checkpoint
 from planaria.errors import RequestError
 from planaria.kernels import sampling_library
 from planaria.server.tokenise import load_tokenizer
-from planaria.structured.check import NICE, TOO_MUCH, GrammarCheck, Vocabulary
+from planaria.structured.check import TOO_MUCH, GrammarCheck, Vocabulary
 from planaria.structured.constraint import Constraint, Constraints
 from planaria.structured.spec import form_of
 from planaria.structured.vocabulary import make_vocabulary
@@ -289,7 +289,8 @@ def door(options: argparse.Namespace) -> dict[str, Any]:
 def beside(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Milliseconds, by what the eight others are and what else runs."""
     door = [sys.executable, "-m", __spec__.name, "door", "--model", options.model]
-    spin = [sys.executable, "-c", f"import os\nos.nice({NICE})\nwhile True: pass"]
+    idle = "import os\nos.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nwhile True: pass"
+    spin = [sys.executable, "-c", idle]
     kinds: dict[str, tuple[bool, list[str]]] = {
         "held to grammars": (True, []), "held to grammars, beside checks": (True, door), "free": (False, []),
         "free, beside a process that counts": (False, spin), "free, beside checks": (False, door),
