@@ -207,8 +207,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             known = token >= 0 and (vocab_size is None or token < vocab_size)
             need(known, "logit_bias", f"a map from token ids {of_vocabulary}")
         for name in ("stop_token_ids", "allowed_token_ids"):
-            known = all(t >= 0 and (vocab_size is None or t < vocab_size) for t in getattr(self, name) or ())
-            need(known, name, f"token ids {of_vocabulary}")
+            ids = getattr(self, name) or (0,)  # there may be as many as in the vocabulary
+            need(min(ids) >= 0 and (vocab_size is None or max(ids) < vocab_size), name, f"token ids {of_vocabulary}")
         need(self.allowed_token_ids != (), "allowed_token_ids", "at least one token id")
         if self.structured_outputs is not None:
             _ = self.structured_outputs.form
