@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from planaria.config.options import CacheConfig, SchedulerConfig
 from planaria.core import holding
@@ -116,7 +116,7 @@ class Lane:
         entry = self.entries.pop(request_id, None)
         if entry is None:
             return None
-        entry.open = False
+        entry.open, entry.quiet_to = False, 0
         self._quit(entry)
         self.collect()
         return entry
@@ -240,7 +240,7 @@ class Lane:
     def rewind(self, entry: SequenceState) -> None:
         """The cursor goes back to 0; tokens stay."""
         entry.request.computed = entry.planned = 0
-        entry.row = None
+        entry.row, entry.quiet_to = None, 0
         entry.auto = entry.leaving = False
         entry.blocks, entry.owned, entry.remembered, entry.fetched = [], [], 0, False
         entry.end_tick = entry.next_event = NEVER
@@ -271,9 +271,7 @@ class Lane:
             at = self.at_row[row]
             if at is not None and at.prompt_logprobs is not None:
                 at.prompt_logprobs.extend(part)
-        at_row = self.at_row
-        logprobs = [result.logprobs.get(row) for row in result.rows] if result.logprobs else None
-        deltas = drew(self, [at_row[row] for row in result.rows], result.tokens, logprobs)
+        deltas = drew(self, result.rows, result.tokens, result.logprobs)
         deltas += pooled(self, result.pooled)
         if result.drafted:
             self.drafts = self.drafts.checked(result.drafted, result.more)
@@ -310,7 +308,7 @@ class Lane:
 
     def finish(self, entry: SequenceState, delta: Delta, reason: FinishReason) -> Delta:
         delta.finish = reason
-        entry.open = False
+        entry.open, entry.quiet_to = False, 0
         self.ended.append(entry.request.id)
         self.entries.pop(entry.request.id, None)
         self._quit(entry)
@@ -318,28 +316,28 @@ class Lane:
 
 
 def drew(
-    lane: Lane, entries: Sequence[SequenceState | None], tokens: Sequence[int],
-    logprobs: Sequence[list[TokenLogprobs] | None] | None = None,
-) -> list[Delta]:  # fmt: skip
-    """A token each; None: who has left. What is done for each here is what a large step costs most."""
-    lengths, deltas = lane.index.lengths, list[Delta]()
-    for entry, token in zip(entries, tokens, strict=True):
-        if entry is None or not entry.open:
+    lane: Lane, rows: Sequence[int], tokens: Sequence[int], logprobs: Mapping[int, list[TokenLogprobs]] | None = None
+) -> list[Delta]:
+    """A token each, also of who has left. What is done for each here is what a large step costs most."""
+    at_row, lengths, deltas = lane.at_row, lane.index.lengths, list[Delta]()
+    for row, token in zip(rows, tokens, strict=True):
+        entry = at_row[row]
+        if entry is None:
             continue
         request = entry.request
         output = request.output
         count = len(output)
         if count >= entry.quiet_to or token in entry.stops:
-            deltas.append(drew_one(lane, entry, token))
+            if entry.open:
+                deltas.append(drew_one(lane, entry, token))
             continue
-        if (row := entry.row) is not None:
-            request.computed = lengths[row] = entry.prompt_length + count
+        request.computed = lengths[row] = entry.prompt_length + count
         deltas.append(Delta(request.id, count, [token]))
         output.append(token)
-    if logprobs is not None:
-        of = {entry.request.id: likely for entry, likely in zip(entries, logprobs, strict=True) if entry is not None}
+    if logprobs:
+        of = {entry.request.id: likely for row, likely in logprobs.items() if (entry := at_row[row]) is not None}
         for delta in deltas:
-            delta.logprobs = of[delta.request_id]
+            delta.logprobs = of.get(delta.request_id)
     if number := lane.scope.number:
         for delta in deltas:
             delta.weights = number
@@ -348,18 +346,18 @@ def drew(
 
 
 def drew_one(lane: Lane, entry: SequenceState, token: int) -> Delta:
-    """A token that fills a block, or is its request's first, or may be its last."""
+    """A token that fills a block, or is its request's first, or may be its last; or of who has no row any more."""
     request, count = entry.request, len(entry.request.output)
     if entry.row is not None:
         lane.computed_to(entry, entry.prompt_length + count)
+        entry.quiet_to = entry.most - 1
+        if lane.caching:
+            entry.quiet_to = min(entry.quiet_to, (entry.remembered + 1) * lane.block_size - entry.prompt_length)
     delta = Delta(request.id, count, [token])
     request.output.append(token)
     if not count:
         delta.num_cached, delta.queued = entry.num_cached, entry.queued
         delta.prompt_logprobs = entry.prompt_logprobs
-    entry.quiet_to = entry.most - 1
-    if lane.caching:
-        entry.quiet_to = min(entry.quiet_to, (entry.remembered + 1) * lane.block_size - entry.prompt_length)
     ended(lane, entry, delta, token)
     return delta
 
@@ -412,7 +410,7 @@ def further(lane: Lane, deltas: list[Delta], more: dict[int, list[int]]) -> None
         for token in tokens:
             if delta.finish is not None:
                 break
-            (next,) = drew(lane, [entry], [token])
+            (next,) = drew(lane, [row], [token])
             delta.tokens.append(token)
             delta.finish, delta.stop_reason = next.finish, next.stop_reason
         if delta.logprobs is not None:
