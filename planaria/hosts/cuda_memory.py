@@ -5,6 +5,7 @@ Not run on hardware. Nothing here needs torch; a process without a context may r
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import weakref
@@ -15,6 +16,7 @@ Address = ctypes.c_ulonglong
 
 PINNED, POSIX_FD, ON_DEVICE, SMALLEST = 1, 1, 1, 0  # of types of allocation, handle and location; of granularities
 READ, READ_WRITE = 1, 3
+NO_CONTEXT = "(201)"
 
 
 class _Location(ctypes.Structure):
@@ -66,9 +68,9 @@ class DeviceBytes:
 class _Mapping:
     """keeps: what is to be there as long as this."""
 
-    def __init__(self, driver: Driver, address: int, size: int, keeps: object) -> None:
+    def __init__(self, driver: Driver, device: int, address: int, size: int, keeps: object) -> None:
         self.keeps = keeps
-        weakref.finalize(self, driver.unmap, address, size).atexit = False
+        weakref.finalize(self, driver.unmap, device, address, size).atexit = False
 
 
 class Driver:
@@ -88,8 +90,20 @@ class Driver:
             self._library.cuGetErrorString(code, ctypes.byref(why))
             raise OSError(f"{name}: {(why.value or b'an unknown error').decode()} ({code})")
 
-    def unmap(self, address: int, size: int) -> None:
-        """Once nothing on the device uses it. After a fault of the device there is nothing to be done."""
+    def enter(self, device: int) -> None:
+        """Have the calling thread in the device's primary context, which is torch's: one that hasn't computed yet is in
+        none, and calls that wait for the device, or write to it, need one."""
+        context = ctypes.c_void_p()
+        self.call("cuCtxGetCurrent", ctypes.byref(context))
+        if not context.value:
+            self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ctypes.c_int(device))
+            self.call("cuCtxSetCurrent", context)
+
+    def unmap(self, device: int, address: int, size: int) -> None:
+        """Once nothing on the device uses it; in any thread. After a fault of the device there is nothing to be
+        done."""
+        with contextlib.suppress(OSError):
+            self.enter(device)
         for name, args in (
             ("cuCtxSynchronize", ()),
             ("cuMemUnmap", (Address(address), ctypes.c_size_t(size))),
@@ -122,10 +136,14 @@ class CudaAllocator:
 
     def reserve(self, size: int) -> tuple[Any, int]:
         handle, size = Handle(), -(-size // self._page) * self._page
-        self._driver.call(
-            "cuMemCreate", ctypes.byref(handle), ctypes.c_size_t(size), ctypes.byref(self._properties),
-            ctypes.c_ulonglong(0),
-        )  # fmt: skip
+        args = ctypes.byref(handle), ctypes.c_size_t(size), ctypes.byref(self._properties), ctypes.c_ulonglong(0)
+        try:
+            self._driver.call("cuMemCreate", *args)
+        except OSError as e:
+            if NO_CONTEXT not in str(e):
+                raise
+            self._driver.enter(self._where.id)  # it takes memory, so only where the driver wants one for this, too
+            self._driver.call("cuMemCreate", *args)
         return handle.value, size
 
     def export(self, handle: Any) -> int:
@@ -142,6 +160,7 @@ class CudaAllocator:
     def map(self, fd: int, size: int, *, writable: bool, keeps: object = None) -> DeviceBytes:
         handle, address, length = Handle(), Address(), ctypes.c_size_t(size)
         call = self._driver.call
+        self._driver.enter(self._where.id)
         call("cuMemImportFromShareableHandle", ctypes.byref(handle), ctypes.c_void_p(fd), ctypes.c_int(POSIX_FD))
         try:
             call(
@@ -161,7 +180,8 @@ class CudaAllocator:
                 raise
         finally:
             call("cuMemRelease", handle)  # the mapping has it
-        return DeviceBytes(_Mapping(self._driver, address.value, size, keeps), address.value, size)
+        made = _Mapping(self._driver, self._where.id, address.value, size, keeps)
+        return DeviceBytes(made, address.value, size)
 
     def _may_be_read_only(self, address: Address, length: ctypes.c_size_t) -> bool:
         """Some drivers map a device's own memory for writing only; then nobody writes, by agreement."""
@@ -176,6 +196,7 @@ class CudaAllocator:
         self._driver.call("cuMemSetAccess", address, length, ctypes.byref(access), ctypes.c_size_t(1))
 
     def clear(self, mapped: DeviceBytes) -> None:
+        self._driver.enter(self._where.id)
         size = ctypes.c_size_t(len(mapped))
         self._driver.call("cuMemsetD8_v2", Address(mapped.address), ctypes.c_ubyte(0), size)
         self._driver.call("cuCtxSynchronize")

@@ -246,10 +246,10 @@ def test_on_another_node_of_ray_the_devices_of_its_ranks_have_keepers() -> None:
 
 
 class Library:
-    """A driver that notes what it is told. fails: by name, what it answers."""
+    """A driver that notes what it is told. fails: by name, what it answers. context: that the thread is in."""
 
     def __init__(self, **fails: int) -> None:
-        self.fails, self.called = fails, list[str]()
+        self.fails, self.called, self.context = fails, list[str](), 0
 
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any) -> int:
@@ -262,7 +262,10 @@ class Library:
             values = {
                 "cuMemGetAllocationGranularity": 2 << 20, "cuMemAddressReserve": 1 << 40,
                 "cuMemExportToShareableHandle": 9, "cuMemCreate": 5, "cuMemImportFromShareableHandle": 6,
+                "cuCtxGetCurrent": self.context, "cuDevicePrimaryCtxRetain": 7,
             }  # fmt: skip
+            if name == "cuCtxSetCurrent":
+                self.context = args[0].value
             if name in values:
                 args[0]._obj.value = values[name]
             return self.fails.get(name, 0) if not name.startswith("cuMemSet") else self.fails.get(self.called[-1], 0)
@@ -270,7 +273,9 @@ class Library:
         return call
 
 
+ENTER = ["cuCtxGetCurrent", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"]  # what waits for a device needs a context
 MAP = ["cuMemImportFromShareableHandle", "cuMemAddressReserve", "cuMemMap"]
+UNMAP = ["cuCtxSynchronize", "cuMemUnmap", "cuMemAddressFree"]
 
 
 def cuda(**fails: int) -> tuple[CudaAllocator, Library]:
@@ -289,7 +294,7 @@ def test_a_cuda_device_is_asked_in_order() -> None:
     kept = Thing()
     there, gone = allocator.map(9, 2 << 20, writable=True, keeps=kept), weakref.ref(kept)
     del kept
-    assert library.called == [*MAP, "cuMemSetAccess 3", "cuMemRelease"]
+    assert library.called == [*ENTER, *MAP, "cuMemSetAccess 3", "cuMemRelease"]
     part = there[100:300]
     assert len(there) == 2 << 20 and len(part) == 200
     assert part.__cuda_array_interface__["data"] == ((1 << 40) + 100, False)
@@ -297,11 +302,31 @@ def test_a_cuda_device_is_asked_in_order() -> None:
     del there
     assert not library.called and gone() is not None  # a part of it is still there
     del part
-    assert library.called == ["cuCtxSynchronize", "cuMemUnmap", "cuMemAddressFree"] and gone() is None
+    assert library.called == [ENTER[0], *UNMAP] and gone() is None
+    there = allocator.map(9, 2 << 20, writable=True)
+    library.called.clear()
+    library.context = 0  # another thread
+    allocator.clear(there)
+    assert library.called == [*ENTER, "cuMemsetD8_v2", "cuCtxSynchronize"]
+    library.called.clear()
+    library.context = 0
+    del there
+    assert library.called == [*ENTER, *UNMAP]
 
 
 class Thing:
     pass
+
+
+def test_a_driver_that_reserves_in_a_context_only_gets_one() -> None:
+    allocator, library = cuda(cuMemCreate=201)
+    with pytest.raises(OSError, match=r"\(201\)"):
+        allocator.reserve(100)
+    assert library.called == ["cuMemCreate", *ENTER, "cuMemCreate"]
+    allocator, library = cuda(cuMemCreate=2)
+    with pytest.raises(OSError, match=r"\(2\)"):
+        allocator.reserve(100)
+    assert library.called == ["cuMemCreate"]
 
 
 @pytest.mark.parametrize(
