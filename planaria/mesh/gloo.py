@@ -107,8 +107,7 @@ class GlooComm:
 
     def attempt(self, run: Callable[[], Any], peer: int | None = None) -> Any:
         """`run()`; its failure names `peer`, or the others: torch does not say which of several it was."""
-        if self._reason:
-            raise CollectiveAborted((), self._reason)
+        self.check()
         try:
             return run()
         except RuntimeError as e:
@@ -124,7 +123,10 @@ class GlooComm:
     @property
     def process_group(self) -> ProcessGroup:
         """torch.distributed's, of these ranks, for libraries that ask for one."""
-        made = ProcessGroup(HashStore(), self.rank, self.size)
+        return self._process_group(HashStore())
+
+    def _process_group(self, store: Store) -> ProcessGroup:
+        made = ProcessGroup(store, self.rank, self.size)
         for device, kind, backend in self._backends():
             made._register_backend(torch.device(device), kind, backend)
             made._set_default_backend(kind)  # the last one
@@ -132,6 +134,11 @@ class GlooComm:
 
     def _backends(self) -> list[tuple[str, Any, Any]]:
         return [("cpu", ProcessGroup.BackendType.GLOO, self._group)]
+
+    def check(self) -> None:
+        """Raise CollectiveAborted if it was aborted: what a device did for it since is worth nothing."""
+        if self._reason:
+            raise CollectiveAborted((), self._reason)
 
     def _carrier(self, x: torch.Tensor) -> Any:
         """The process group that takes x."""

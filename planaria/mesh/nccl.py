@@ -18,7 +18,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroup, Store
+from torch._C._distributed_c10d import (
+    BroadcastOptions,
+    PrefixStore,
+    ProcessGroup,
+    Store,
+    _register_process_group,
+    _unregister_process_group,
+)
 
 from planaria.mesh.comm import DEADLINE, Array
 from planaria.mesh.gloo import IN_FLIGHT, GlooComm, as_bytes
@@ -40,6 +47,7 @@ class NcclComm(GlooComm):
 
     device = "cuda"
     sums: SymmetricSums | None = None
+    _named: ProcessGroup | None = None  # torch's, that is found by its name
 
     def __init__(
         self, store: Store, name: str, rank: int, members: Sequence[int], *, host: str = "127.0.0.1",
@@ -77,7 +85,11 @@ class NcclComm(GlooComm):
         return None
 
     def _open_sums(self, store: Store, name: str) -> SymmetricSums:
-        return SymmetricSums(store, name, self.rank, self.size)
+        made: Any = self._process_group(store)
+        made._set_group_name(name)
+        _register_process_group(made.group_name, made)
+        self._named = made
+        return SymmetricSums(name, self.rank, self.size)
 
     def _all(self, right: bool) -> bool:
         """Is it so on all ranks?"""
@@ -133,4 +145,6 @@ class NcclComm(GlooComm):
 
     def close(self) -> None:
         super().close()
-        self._on_devices = self.sums = None
+        if self._named is not None:
+            _unregister_process_group(self._named.group_name)
+        self._on_devices = self.sums = self._named = None

@@ -27,18 +27,18 @@ def available() -> bool:
 
 
 class SymmetricSums:
-    """Of a group, on the current device; all ranks make theirs together. Raises RuntimeError: there is none here."""
+    """Of a group, on the current device; all ranks make theirs together. name: by which torch finds its process group,
+    where the ranks meet. Raises RuntimeError: there is none here."""
 
-    def __init__(self, store: Any, name: str, rank: int, size: int) -> None:
+    def __init__(self, name: str, rank: int, size: int) -> None:
         self.name, self.rank, self.size = name, rank, size
-        self.buffer, self.signals = self._open(store)  # own part; of each rank int32 [blocks, ranks]
+        self.buffer, self.signals = self._open()  # own part; of each rank int32 [blocks, ranks]
 
-    def _open(self, store: Any) -> tuple[Tensor, list[Tensor]]:
+    def _open(self) -> tuple[Tensor, list[Tensor]]:
         from torch._C._distributed_c10d import _SymmetricMemory
 
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        _SymmetricMemory.set_group_info(self.name, self.rank, self.size, store)
         buffer = _SymmetricMemory.empty_strided_p2p((MOST // 4,), (1,), torch.float32, self._device, self.name)
         memory = _SymmetricMemory.rendezvous(buffer, self.name)
         shape = memory.signal_pad_size // 4 // self.size, self.size

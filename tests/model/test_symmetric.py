@@ -15,7 +15,8 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, _resolve_process_group
+from torch.distributed.distributed_c10d import GroupName
 
 from planaria.kernels.cpu.build import load, target_for
 from planaria.kernels.cpu.shared import SharedComm
@@ -41,9 +42,9 @@ class PretendedSums(SymmetricSums):
         self.devices = devices
         self.stream = ThreadPoolExecutor(1)
         self.last: Future[None] | None = None
-        super().__init__(None, "sums", rank, len(devices.parts))
+        super().__init__("sums", rank, len(devices.parts))
 
-    def _open(self, store: Any) -> tuple[Tensor, list[Tensor]]:
+    def _open(self) -> tuple[Tensor, list[Tensor]]:
         return self.devices.parts[self.rank], self.devices.signals
 
     def _sum(self, there: Tensor, out: Tensor) -> None:
@@ -185,6 +186,25 @@ def test_few_numbers_go_by_it_and_an_abort_ends_them(devices: Devices) -> None:
         first.all_reduce(x)
     group.close()
     assert first.sums is None
+
+
+def test_torch_finds_the_group_by_its_name(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So do its ranks meet: `rendezvous` and the kernel are given a name."""
+    found = list[tuple[int, int]]()
+
+    def opens(sums: SymmetricSums) -> tuple[Tensor, list[Tensor]]:
+        group = _resolve_process_group(GroupName(sums.name))
+        group.get_group_store().set("met", "")  # ranks exchange by it what they have
+        found.append((group.rank(), group.size()))
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr(SymmetricSums, "_open", opens)
+    store = HashStore()
+    comm = Pretend(store, "group", 0, (10,), deadline=20.0, custom=True)
+    assert found == [(0, 1)] and comm.sums is None and PrefixStore("group/sums", store).check(["met"])
+    comm.close()
+    with pytest.raises(RuntimeError, match="Could not resolve"):
+        _resolve_process_group(GroupName("group/sums"))
 
 
 def test_where_one_rank_refuses_none_has_it(devices: Devices, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
