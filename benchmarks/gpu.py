@@ -6,7 +6,8 @@ With a device: tests/gpu, then tokens a second of one stream and of 32 to 256 (S
 layout, in bfloat16 and at 4 bits), beside the bandwidth measured in the same run and beside vLLM where it is installed;
 which attention that was, and how many shapes of steps were recorded; the time to the first token; memory that a keeper
 has for ranks, and the pause when a rank is killed. Without one: what Triton's interpreter and stand-ins show, and the
-host's time of a step with kernels that do nothing; the page says that nothing ran on hardware.
+host's time of a step with kernels that do nothing; the page says that nothing ran on hardware. A case that fails is
+said to have, with the end of what it said, also in the page; the others go on.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ OUT = Path(__file__).resolve().parent / "out"
 CASES = ("correct", "host", "bandwidth", "memory", "smollm2", "7b", "7b-int4", "recovery")
 STREAMS = (1, 32, 64, 128, 256)
 PROMPT, TOKENS = 32, 256
+HANGS = 1800  # seconds after which a case is given up
 WITHOUT = (  # tests that need no device
     "gpu_kernels", "gpu_waits", "triton_experts", "step_graphs", "symmetric", "staged_ranks", "device_memory"
 )  # fmt: skip
@@ -50,15 +53,16 @@ LLAMA_7B: dict[str, Any] = {
 
 
 def correct(here: bool) -> dict[str, Any]:
-    """The tests that fit this machine."""
+    """The tests that fit this machine; of those that failed, which."""
     without = [f"tests/model/test_{name}.py" for name in WITHOUT]
     files = ["tests/gpu"] if here else without
     found = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", "-m", "not long", *files], cwd=ROOT,
-        capture_output=True, text=True, check=False,
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", "-rfE", "-m", "not long", *files],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=HANGS,
     )  # fmt: skip
     counts = {what: int(n) for n, what in re.findall(r"(\d+) (passed|failed|skipped|error)", found.stdout)}
-    return {"files": " ".join(files), **counts, "code": found.returncode, "end": found.stdout[-2000:]}
+    wrong = re.findall(r"^(?:FAILED|ERROR) (\S+)", found.stdout, re.MULTILINE)
+    return {"files": " ".join(files), **counts, "wrong": wrong, "code": found.returncode, "end": found.stdout[-4000:]}
 
 
 # -- the host's part
@@ -264,7 +268,7 @@ print(json.dumps(found))
 def engine(which: str, model: str, options: dict[str, Any], streams: tuple[int, ...] = STREAMS) -> dict[str, Any]:
     asked = json.dumps([which, model, options, streams, PROMPT, TOKENS])
     done = subprocess.run(
-        [sys.executable, "-c", DRIVER, asked], capture_output=True, text=True, cwd=ROOT, check=False, timeout=1800
+        [sys.executable, "-c", DRIVER, asked], capture_output=True, text=True, cwd=ROOT, check=False, timeout=HANGS
     )
     if done.returncode:
         return {"error": done.stderr[-2000:]}
@@ -274,18 +278,30 @@ def engine(which: str, model: str, options: dict[str, Any], streams: tuple[int, 
 
 def model_case(model: str, weight_bytes: int, limit: float, options: dict[str, Any]) -> dict[str, Any]:
     """limit: bytes a second."""
-    found: dict[str, Any] = {"planaria": engine("planaria", model, {"device": "cuda", **options})}
+    found: dict[str, Any] = {"planaria": tried(engine, "planaria", model, {"device": "cuda", **options})}
     if importlib.util.find_spec("vllm") is not None and "quantization" not in options:
-        found["vllm"] = engine("vllm", model, {"dtype": "bfloat16"})
+        found["vllm"] = tried(engine, "vllm", model, {"dtype": "bfloat16"})
     found["limit"] = limit / weight_bytes
     return found
+
+
+def tried(case: Callable[..., Any], *args: Any) -> Any:
+    """What it found; or `error`, and the other cases go on."""
+    try:
+        return case(*args)
+    except subprocess.TimeoutExpired as e:
+        said = b"".join(each if isinstance(each, bytes) else (each or "").encode() for each in (e.stdout, e.stderr))
+        return {"error": f"{said.decode(errors='replace')[-2000:]}\nit did not end in {HANGS} s"}
+    except Exception as e:
+        traceback.print_exc()
+        return {"error": f"{type(e).__name__}: {e}"}
 
 
 def killed() -> dict[str, Any]:
     """A rank of one device is killed while streams run."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.recovery", "--cases", "rank", "--ranks", "1"], cwd=ROOT, capture_output=True,
-        text=True, check=False, timeout=1800,
+        text=True, check=False, timeout=HANGS,
     )  # fmt: skip
     if done.returncode:
         return {"error": done.stderr[-2000:]}
@@ -302,6 +318,10 @@ def tables(found: dict[str, Any], here: str) -> list[report.Table]:
         own = found["correct"]
         said = ", ".join(f"{own[what]} {what}" for what in ("passed", "failed", "error", "skipped") if what in own)
         rows.append([f"`pytest {own['files']}`", "all pass", said])
+        rows += [["", "", f"failed: `{name}`"] for name in own["wrong"]]
+    failed = {name for name, own in found.items() if isinstance(own, dict) and "error" in own}
+    rows += [[name, "", _failure(found[name])] for name in CASES if name in failed]
+    found = {name: own for name, own in found.items() if name not in failed}
     if "host" in found:
         own = found["host"]
         for part, goal in (("all", "< 0.3"), ("plan", ""), ("worker", ""), ("commit", "")):
@@ -319,8 +339,8 @@ def tables(found: dict[str, Any], here: str) -> list[report.Table]:
         rows += _model_rows(name, found.get(name, {}))
     if "recovery" in found:
         own = found["recovery"]
-        value = f"{own['all']:.2f}, {own['failed']} failed" if "all" in own else _failure(own)
-        rows.append(["a rank killed: until all streams go on, s", "<= 3, 0 failed", value])
+        said = f"{own['all']:.2f}, {own['failed']} failed"
+        rows.append(["a rank killed: until all streams go on, s", "<= 3, 0 failed", said])
     made = [report.Table(f"Measured: {here}", ["", "goal", "found"], rows)]
     if here == NOWHERE:
         missing = [[name, "not run on hardware"] for name in CASES[2:]]
@@ -346,7 +366,9 @@ def _model_rows(name: str, found: dict[str, Any]) -> list[list[str]]:
 
 
 def _failure(found: dict[str, Any]) -> str:
-    return f"failed: {(found['error'].strip().splitlines() or ['it said nothing'])[-1]}"
+    """Its last error, or what it said last."""
+    lines = [line for line in found["error"].splitlines() if line.strip()] or ["it said nothing"]
+    return f"failed: {([line for line in lines if re.match(r'[A-Za-z_.]*Error: ', line)] or lines)[-1]}"
 
 
 NOWHERE = "not run on hardware"
@@ -355,20 +377,21 @@ NOWHERE = "not run on hardware"
 def run(cases: list[str], here: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if "correct" in cases:
-        found["correct"] = correct(here)
-        if found["correct"]["code"]:
-            print(found["correct"]["end"], file=sys.stderr)
-            return found  # numbers of what is wrong are of no use
+        found["correct"] = tried(correct, here)
+        print(found["correct"].get("end", ""), file=sys.stderr)
     if "host" in cases:
-        found["host"] = host()
+        found["host"] = tried(host)
     if not here:
         return found
-    limit = found["bandwidth"] = bandwidth()
+    limit = found["bandwidth"] = tried(bandwidth)
+    if isinstance(limit, dict):
+        return found  # the device reads nothing
     torch.cuda.empty_cache()
     if "memory" in cases:
-        found["memory"] = keeping()
+        found["memory"] = tried(keeping)
     if "smollm2" in cases:
-        found["smollm2"] = model_case(str(bf16_folder("smollm2")), 135_000_000 * 2, limit, {"dtype": "bfloat16"})
+        bfloat16 = {"dtype": "bfloat16"}
+        found["smollm2"] = tried(lambda: model_case(str(bf16_folder("smollm2")), 135_000_000 * 2, limit, bfloat16))
     if {"7b", "7b-int4"} & {*cases}:
         with tempfile.TemporaryDirectory() as folder:
             model, weights = str(random_llama(Path(folder))), 6_607_000_000
@@ -378,7 +401,7 @@ def run(cases: list[str], here: bool) -> dict[str, Any]:
                 packed = {"dtype": "bfloat16", "quantization": "q4_1"}
                 found["7b-int4"] = model_case(model, weights * 5 // 8, limit, packed)
     if "recovery" in cases:
-        found["recovery"] = killed()
+        found["recovery"] = tried(killed)
     return found
 
 
@@ -399,7 +422,7 @@ def main() -> None:
     made, note = tables(found, here), f"{time.strftime('%Y-%m-%d %H:%M')}, torch {torch.__version__}, {_load()}"
     print(report.as_text(made, [note]))
     report.write_between(options.page, "gpu", report.as_markdown(made, [note]))
-    sys.exit(found.get("correct", {}).get("code", 0))
+    sys.exit(any("error" in own or own.get("code") for own in found.values() if isinstance(own, dict)))
 
 
 if __name__ == "__main__":

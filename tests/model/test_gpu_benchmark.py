@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,12 +38,42 @@ def test_what_failed_is_in_the_page() -> None:
         "7b": {"planaria": ours, "vllm": {"error": "Traceback\nno memory"}, "limit": 100.0},
         "recovery": {"error": "no such process\n"},
     }
-    rows = {name: value for name, _, value in gpu.tables(found, "a device")[0].rows}
+    wrong = {"files": "tests/gpu", "passed": 3, "failed": 1, "wrong": ["tests/gpu/test_nccl.py::test_it"], "code": 1}
+    rows = {name: value for name, _, value in gpu.tables({"correct": wrong, **found}, "a device")[0].rows}
+    assert (
+        rows["`pytest tests/gpu`"] == "3 passed, 1 failed" and rows[""] == "failed: `tests/gpu/test_nccl.py::test_it`"
+    )
     assert rows["smollm2: 1 streams, tokens/s"] == "90, 90% of the limit"
     assert rows["smollm2: 32 streams, tokens/s"] == "10, 0.50 x vLLM"
     assert rows["7b: vLLM"] == "failed: no memory" and rows["7b: 32 streams, tokens/s"] == "10"
     assert rows["7b: shapes of steps that were recorded"] == "2; attention (decode): Triton"
-    assert rows["a rank killed: until all streams go on, s"] == "failed: no such process"
+    assert rows["recovery"] == "failed: no such process"
+    assert gpu.tables({"recovery": {"all": 1.0, "failed": 0}}, "a device")[0].rows[0][2] == "1.00, 0 failed"
+
+
+def test_one_case_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device, too: with stand-ins for what needs one."""
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nand more")
+
+    def hangs() -> Any:
+        subprocess.run([sys.executable, "-c", "print('so far', flush=True); import time; time.sleep(99)"], timeout=1,
+                       capture_output=True, check=False)  # fmt: skip
+
+    wrong = {"files": "tests/gpu", "failed": 1, "wrong": ["tests/gpu/test_nccl.py::test_it"], "code": 1}
+    for name, own in {
+        "correct": lambda here: wrong, "host": fails, "bandwidth": lambda: 1e12, "keeping": fails, "killed": hangs,
+        "engine": lambda which, *_: fails() if which == "planaria" else {}, "bf16_folder": lambda _: "folder",
+        "random_llama": lambda folder: folder,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(gpu, name, own)
+    found = gpu.run([*gpu.CASES], here=True)
+    assert found.keys() == {*gpu.CASES}
+    rows = {name: value for name, _, value in gpu.tables(found, "a device")[0].rows}
+    said = "failed: RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert rows["host"] == rows["memory"] == rows["7b-int4"] == rows["smollm2"] == said
+    assert rows["recovery"].startswith("failed: it did not end") and rows["bandwidth, GB/s"] == "1000"
 
 
 @pytest.mark.long
