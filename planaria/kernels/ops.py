@@ -437,5 +437,9 @@ class Ops(Protocol):
     def use_threads(self, threads: int) -> None:
         """Compute with so many threads from the next run on."""
 
+    def leave(self) -> None:
+        """What was compiled isn't run any more: nothing here computes from now on, until ranks join again. Before KV
+        goes."""
+
     def close(self) -> None:
         """End threads, free memory."""

@@ -512,5 +512,8 @@ class TorchOps(Products, SharedTokens):
     def use_threads(self, threads: int) -> None:
         """Torch keeps their number for each thread that computes; the worker sets it."""
 
+    def leave(self) -> None:
+        """Nothing computes beside steps."""
+
     def close(self) -> None:
         self._step = None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from planaria.mesh.comm import Comm
     from planaria.mesh.mesh import Mesh
     from planaria.structured.constraint import Constraints
-    from planaria.worker.sampler import Sampler
+    from planaria.worker.sampler import Follower, Sampler
     from planaria.worker.stage import Stage
 
 
@@ -74,8 +74,9 @@ def packed_kinds(config: EngineConfig) -> list[str]:
     return [kind for kind in dict.fromkeys(each.form for each in kept) if kind in KINDS]
 
 
-def make_sampler(config: EngineConfig, threads: int, ops: Any = None) -> Sampler:
-    """What draws tokens of the configured device's logits, and, where there are recordings, in them. ops: of these."""
+def make_sampler(config: EngineConfig, threads: int, ops: Any = None, told: Comm | None = None) -> Sampler:
+    """What draws tokens of the configured device's logits, and, where there are recordings, in them. ops: of these;
+    told: ranks that get them on their devices (see `told_on_devices`)."""
     rows, vocab_size = config.scheduler.max_num_seqs, config.model.vocab_size
     constraints = make_constraints(config, threads)
     if config.device.platform.on_host:
@@ -84,7 +85,23 @@ def make_sampler(config: EngineConfig, threads: int, ops: Any = None) -> Sampler
         return Sampler(rows, vocab_size, cache_dir() / "numba", threads=threads, constraints=constraints)
     from planaria.worker.torch_sampler import TorchSampler
 
-    return TorchSampler(rows, vocab_size, constraints, ops.drawer_of(rows, vocab_size) if _is_gpu(ops) else None)
+    return TorchSampler(rows, vocab_size, constraints, ops.drawer_of(rows, vocab_size, told) if _is_gpu(ops) else None)
+
+
+def make_follower(config: EngineConfig, ops: Any = None, told: Comm | None = None) -> Follower:
+    """Of a rank that draws none."""
+    from planaria.worker.sampler import Follower
+
+    rows, vocab_size = config.scheduler.max_num_seqs, config.model.vocab_size
+    if _is_gpu(ops):
+        ops.drawer = None  # of an epoch in which it drew
+    return Follower(rows, vocab_size, ops.drawer_of(rows, vocab_size, told) if told is not None else None)
+
+
+def told_on_devices(mesh: Mesh, ops: Any) -> Comm | None:
+    """The tensor ranks that hand on from device to device what is drawn, where they can: so no host waits for tokens
+    before it prepares the next step."""
+    return mesh.tp if _is_gpu(ops) and mesh.pp.size == 1 and mesh.cp is mesh.tp and mesh.tp.device != "cpu" else None
 
 
 def _is_gpu(ops: Any) -> bool:

@@ -19,7 +19,7 @@ from planaria.protocol import Fresh, LanePlan, LaneResult, Row
 from planaria.topology.stripes import Stripes
 from planaria.types import TokenLogprobs
 from planaria.worker.pooling import Pooling
-from planaria.worker.sampler import Follower, Sampler
+from planaria.worker.sampler import Follower, RowsDrawn, Sampler
 from planaria.worker.stage import Stage
 
 if TYPE_CHECKING:
@@ -148,7 +148,12 @@ class Runner:
                 self.logprobs_wanted.pop(chunk.row, None)
         if not samples:
             return LaneResult([], [], prompt_logprobs=prompt_logprobs, errors=refused, pooled=vectors)
+        at = np.array(samples) if chunks else rows
+        others = LaneResult([], [], prompt_logprobs=prompt_logprobs, errors=refused, pooled=vectors)
         if logits is None or sampler is None:
+            if isinstance(self.sampler, Follower) and self.sampler.follows(samples):
+                return self._begun(turn, at, samples, self.sampler.begin(samples), others, ahead=ahead)
+            _read(self._open)
             self.stage.drew(turn, samples, None)
             if self.speculation is not None and self.speculation.follow():
                 self.stage.take_tokens(turn, self._hear)
@@ -161,25 +166,32 @@ class Runner:
             )  # fmt: skip
         if prompt_parts or pooled:
             logits = logits[lines]
-        at = np.array(samples) if chunks else rows
-        others = LaneResult([], [], prompt_logprobs=prompt_logprobs, errors=refused, pooled=vectors)
-        if ahead and sampler.follows(samples):
-            begun = sampler.begin(logits, samples)
-            self._open = StepUnderWay(self, begun.ready, lambda: self._drew(turn, at, samples, *begun.read(), others))
-            self._drawn_at[at] = self.batch.counting[: len(at)]
-            return self._open
+        if (ahead or sampler.tells) and sampler.follows(samples):
+            return self._begun(turn, at, samples, sampler.begin(logits, samples), others, ahead=ahead)
         _read(self._open)
         tokens, logprobs, errors = sampler.sample(logits, samples)
-        return self._drew(turn, at, samples, np.array(tokens), errors, others, logprobs)
+        self.stage.drew(turn, samples, np.array(tokens, np.int32)[:, None])
+        return self._drew(at, samples, np.array(tokens), errors, others, logprobs)
+
+    def _begun(
+        self, turn: int, at: npt.NDArray[Any], samples: list[int], begun: RowsDrawn, others: LaneResult, *, ahead: bool
+    ) -> LaneResult | StepUnderWay:
+        """`samples`, which is `at`, are drawn for on the device, where the next step finds it."""
+        if not ahead:
+            _read(self._open)
+        self._open = StepUnderWay(self, begun.ready, lambda: self._drew(at, samples, *begun.read(), others))
+        self._drawn_at[at] = self.batch.counting[: len(at)]
+        return self._open if ahead else self._open.result()
 
     def _drew(
-        self, turn: int, at: npt.NDArray[Any], samples: list[int], drawn: npt.NDArray[np.int64],
-        errors: dict[int, str], others: LaneResult, logprobs: dict[int, TokenLogprobs] | None = None,
+        self, at: npt.NDArray[Any], samples: list[int], drawn: npt.NDArray[np.int64], errors: dict[int, str],
+        others: LaneResult, logprobs: dict[int, TokenLogprobs] | None = None,
     ) -> LaneResult:  # fmt: skip
         """`samples`, which is `at`, drew these. others: what else came of the step."""
-        tokens: list[int] = drawn.tolist()
         self.last[at] = drawn
-        self.stage.drew(turn, samples, drawn.astype(np.int32)[:, None])
+        if not self.stage.samples:
+            return others
+        tokens: list[int] = drawn.tolist()
         if errors:
             kept = [i for i, row in enumerate(samples) if row not in errors]
             samples, tokens = [samples[i] for i in kept], [tokens[i] for i in kept]

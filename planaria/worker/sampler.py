@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,9 @@ from planaria.structured.constraint import Constraint, Constraints
 from planaria.types import TokenLogprobs
 from planaria.worker import sampling
 from planaria.worker.rng import draw_bits
+
+if TYPE_CHECKING:
+    from planaria.kernels.gpu.draw import Drawer
 
 _log = logging.getLogger(__name__)
 
@@ -87,11 +90,12 @@ def _banned_after(words: tuple[tuple[int, ...], ...], vocab_size: int) -> dict[i
 
 
 class _Row:
-    """One request's state. `edits`: its logits may be changed before the choice; then it keeps its `history`."""
+    """One request's state. `edits`: its logits may be changed before the choice; then it keeps its `history`. special:
+    there is more to it than a draw: edits, a constraint, log-probabilities."""
 
     __slots__ = (
         "bans", "bias", "bias_ids", "constraint", "edits", "history", "last_ban", "params", "penalties", "seed", "seen",
-        "stops", "words",
+        "special", "stops", "words",
     )  # fmt: skip
 
     def __init__(self, fresh: Fresh, vocab_size: int) -> None:
@@ -120,6 +124,7 @@ class _Row:
             self.seen = Seen(fresh.tokens, fresh.num_prompt)
         self.edits = bool(self.words or params.min_tokens or bias or self.seen is not None or self.bans is not None)
         self.history = list(fresh.tokens) if self.edits else []
+        self.special = self.edits or bool(params.grammar) or params.logprobs is not None
 
     def changes(self) -> tuple[Any, ...]:
         """What `sampling.edit` and its kernel are told."""
@@ -168,7 +173,7 @@ class Sampler:
         self._loading: threading.Thread | None = None
         self._copies: Any = np.empty((0, vocab_size), np.float32)
         self._drawing: set[int] = set()  # rows that are not greedy
-        self._special: set[int] = set()  # rows with more to them than a draw: edits, constraints, log-probabilities
+        self._special: set[int] = set()  # see _Row
         self._drew: list[int] = []  # rows, in the last step; until one of them is another
         self._found: tuple[_Ids, list[_Row]] = _NO_IDS, []
         # By row, in the form the kernels read.
@@ -216,8 +221,7 @@ class Sampler:
                 raise ValueError("this sampler follows no grammars")
             output = fresh.tokens[fresh.num_prompt :]
             state.constraint = self.constraints.enter(params.grammar, fresh.eos_ids, output, goes_on=params.ignore_eos)
-        special = state.edits or state.constraint is not None or params.logprobs is not None
-        (self._special.add if special else self._special.discard)(row)
+        (self._special.add if state.special else self._special.discard)(row)
         self._scales[row] = 0.0 if params.greedy else sampling.LOG2E / params.temperature
         (self._drawing.discard if params.greedy else self._drawing.add)(row)
         self._top_k[row] = max(params.top_k, 0)
@@ -242,6 +246,11 @@ class Sampler:
 
     def follows(self, rows: list[int]) -> bool:
         """Can these be drawn for before the host knows what the last step drew? Then `begin` does."""
+        return False
+
+    @property
+    def tells(self) -> bool:
+        """Do the devices of other ranks get the tokens of rows that follow? Then nobody need tell them."""
         return False
 
     def begin(self, logits: Any, rows: list[int]) -> RowsDrawn:
@@ -402,19 +411,31 @@ class Sampler:
 
 class Follower:
     """The sampler of ranks that draw nothing: it refuses exactly the requests that `Sampler` refuses, so
-    that all ranks go on with the same rows, and keeps nothing."""
+    that all ranks go on with the same rows, and keeps which are special. told: where the device gets what another one
+    drew; None: it doesn't."""
 
-    def __init__(self, max_rows: int, vocab_size: int) -> None:
-        self.max_rows, self.vocab_size = max_rows, vocab_size
+    def __init__(self, max_rows: int, vocab_size: int, told: Drawer | None = None) -> None:
+        self.max_rows, self.vocab_size, self._told = max_rows, vocab_size, told
+        self._special: set[int] = set()
 
     def enter(self, row: int, fresh: Fresh) -> None:
         """ValueError when the request can't enter."""
         if not 0 <= row < self.max_rows:
             raise ValueError(f"row {row} of {self.max_rows}")
-        _Row(fresh, self.vocab_size)
+        (self._special.add if _Row(fresh, self.vocab_size).special else self._special.discard)(row)
 
     def leave(self, row: int) -> None:
-        pass
+        self._special.discard(row)
+
+    def follows(self, rows: list[int]) -> bool:
+        """Does the device get what is drawn for these?"""
+        return self._told is not None and self._special.isdisjoint(rows)
+
+    def begin(self, rows: list[int]) -> RowsDrawn:
+        """What is drawn for rows that follow, on its way."""
+        assert self._told is not None
+        came = self._told.send(len(rows))
+        return RowsDrawn(came.ready, lambda: (came.read()[0], {}))
 
     def close(self) -> None:
         pass

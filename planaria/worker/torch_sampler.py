@@ -17,7 +17,7 @@ from planaria.worker.sampler import RowsDrawn, Sampler
 from planaria.worker.sampling import BANNED, BROKEN
 
 if TYPE_CHECKING:
-    from planaria.kernels.gpu.draw import Drawer, DrawnTokens
+    from planaria.kernels.gpu.draw import Drawer
 
 _SAID = {1: BROKEN, 2: BANNED}
 
@@ -70,21 +70,25 @@ class TorchSampler(Sampler):
             with torch.inference_mode():
                 bits = self._random_bits(rows, states)
                 return torch_sampling.choose(logits, [state.params for state in states], bits)
-        drawn, flags = self._draw(self.drawer, logits, rows).read()
+        self._draw(self.drawer, logits, rows)
+        drawn, flags = self.drawer.send(len(rows), told=False).read()
         tokens: list[int] = drawn.tolist()
         return tokens, {i: _SAID[flag] for i, flag in flags.items()}
 
-    def _draw(self, drawer: Drawer, logits: Any, rows: list[int]) -> DrawnTokens:
+    def _draw(self, drawer: Drawer, logits: Any, rows: list[int]) -> None:
         if not (drawer.drawn and drawer.rows == rows):
             if drawer.rows != rows:
                 self._stage(drawer, rows)
             with torch.inference_mode():
                 drawer.draw(logits)
         drawer.rows, drawer.drawn = None, False
-        return drawer.send(len(rows))
 
     def follows(self, rows: list[int]) -> bool:
         return self.drawer is not None and (not self._special or self._special.isdisjoint(rows))
+
+    @property
+    def tells(self) -> bool:
+        return self.drawer is not None and self.drawer.others is not None
 
     def sample(
         self, logits: Any, rows: list[int], lines: list[int] | None = None
@@ -99,7 +103,8 @@ class TorchSampler(Sampler):
         assert self.drawer is not None
         logits = self._checked(logits, len(rows))
         at, _ = self._of(rows)
-        drawn = self._draw(self.drawer, logits, rows)
+        self._draw(self.drawer, logits, rows)
+        drawn = self.drawer.send(len(rows))
         self._positions[at] += 1
 
         def read() -> tuple[npt.NDArray[np.int64], dict[int, str]]:

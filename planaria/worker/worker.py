@@ -40,7 +40,15 @@ from planaria.protocol import (
 from planaria.topology.experts import Maps, Move
 from planaria.topology.layout import Layout
 from planaria.worker.classes import call, make
-from planaria.worker.device import available_bytes, make_ops, make_sampler, make_stage, take_thread
+from planaria.worker.device import (
+    available_bytes,
+    make_follower,
+    make_ops,
+    make_sampler,
+    make_stage,
+    take_thread,
+    told_on_devices,
+)
 from planaria.worker.draft_model import RankDraft
 from planaria.worker.groups import Groups
 from planaria.worker.guard import guard
@@ -211,6 +219,8 @@ class Worker:
 
     def _leave_groups(self) -> None:
         self.runner = None  # what it waits for will not come
+        if self.ops is not None:
+            self.ops.leave()
         if self.experts is not None:
             self.mesh.experts.abort("its epoch is over")
             self.experts.leave()
@@ -286,7 +296,6 @@ class Worker:
         from planaria.worker.micro_batches import make_forward
         from planaria.worker.pooling import Pooling
         from planaria.worker.runner import Runner
-        from planaria.worker.sampler import Follower
 
         assert self.ops is not None
         since = time.perf_counter()
@@ -319,10 +328,11 @@ class Worker:
         model, ops, both = self.config.model, self.loras or self.ops, self.model.forward_both
         if self.sampler is not None:  # of the epoch before
             self.sampler.close()
+        told = told_on_devices(self.mesh, self.ops) if guesses is None and not self.groups.exchanges else None
         if self.mesh.samples and model.has_logits:
-            self.sampler = make_sampler(self.config, self.boot.threads, self.ops)
+            self.sampler = make_sampler(self.config, self.boot.threads, self.ops, told)
         else:
-            self.sampler = Follower(scheduler.max_num_seqs, model.vocab_size)
+            self.sampler = make_follower(self.config, self.ops, told)
         stage = make_stage(self.config, own, forward, self.mesh, guesses.width if guesses is not None else 1)
         self.runner = Runner(
             batch, forward, self.sampler, scheduler, size, stage, meets=bool(self.groups.exchanges),
@@ -343,7 +353,7 @@ class Worker:
             self.experts.check()
         self.kv.begin(plan, own)
         try:
-            ahead = self.ahead and _is_alone(self) and not self.kv.busy
+            ahead = self.ahead and _hands_on(self) and not self.kv.busy
             found = self.runner.begin(plan.step, plan.lanes[own], plan.freed_rows[own], plan.turn, ahead=ahead)
         except Exception as e:
             self.mesh.abort(f"rank {self.rank} failed in step {plan.step}: {e}")  # the others wait for it
@@ -385,11 +395,13 @@ def _facts(worker: Worker) -> Reply:
     return Facts(worker.rank, block, available, weights, *worker.weights.shared(common_part(*part)))
 
 
-def _is_alone(worker: Worker) -> bool:
-    """Does this rank compute steps by itself, on a device? Then nobody else asks for what it drew."""
+def _hands_on(worker: Worker) -> bool:
+    """Does what is drawn go from step to step on devices? Then nobody asks the host for it: this rank computes steps by
+    itself, or the others get it on theirs."""
     config, mesh = worker.config, worker.mesh
-    alone = mesh.pp.size == mesh.cp.size == 1 and not worker.groups.exchanges
-    return alone and not config.device.platform.on_host and config.parallel.ray_link != "compiled-graph"
+    if config.device.platform.on_host or config.parallel.ray_link == "compiled-graph" or worker.groups.exchanges:
+        return False
+    return mesh.pp.size == 1 and (mesh.cp.size == 1 or told_on_devices(mesh, worker.ops) is not None)
 
 
 def held(worker: Worker) -> tuple[tuple[int, tuple[int, ...]], ...]:
@@ -422,6 +434,8 @@ def free(worker: Worker, command: FreeMemory) -> Reply:
     if worker.runner is not None:
         worker.runner.drain()
     worker.runner = None
+    if worker.ops is not None:
+        worker.ops.leave()
     worker.end_micro_batches()
     worker.kv.forget(worker.model)
     worker.draft.free(weights=command.weights)

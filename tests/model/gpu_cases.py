@@ -1,4 +1,5 @@
-"""Kernels for GPUs in Triton's interpreter, on the CPU, against their definitions: `python -m tests.model.gpu_cases X`.
+"""Kernels for GPUs against their definitions, which run on the CPU: `python -m tests.model.gpu_cases [cuda] X`; without
+a device in Triton's interpreter, on the CPU too.
 
 A process of its own, for Triton reads the switch when it is imported. Each of CASES raises what is wrong.
 """
@@ -23,12 +24,13 @@ from planaria.kernels.gpu import draw as draw_module
 from planaria.kernels.gpu import graphs as model_graphs
 from planaria.kernels.gpu.draw import Drawer
 from planaria.kernels.gpu.ops import GpuOps
-from planaria.kernels.gpu.packed import pack
+from planaria.kernels.gpu.packed import FEW_ROWS, pack
 from planaria.kernels.ops import Batch, Quantized
 from planaria.kernels.quant import dequantise
 from planaria.kernels.reference import SlotKV, SlotLatents, StepTensors, TorchOps
 from planaria.layers.build import build
 from planaria.mesh.comm import Solo
+from planaria.mesh.mesh import Mesh
 from planaria.models import model_config
 from planaria.models.deal import deal
 from planaria.models.linears import linears
@@ -38,17 +40,19 @@ from planaria.topology.stripes import Stripes
 from planaria.types import Request, SamplingParams
 from planaria.worker.loras import Loras
 from planaria.worker.runner import Runner
-from planaria.worker.sampler import Sampler
+from planaria.worker.sampler import Follower, Sampler
+from planaria.worker.stage import Stage
 from planaria.worker.torch_sampler import TorchSampler
 from tests.model.driver import Driver
 from tests.model.random_source import RandomSource
 
 NEAR = {"float32": 2e-5, "bfloat16": 3e-2}
 BLOCKS = 24
+DEVICE = torch.device("cpu")  # that the kernels run on
 
 
 def same(found: Tensor, wanted: Tensor, dtype: str, what: object) -> None:
-    gap = float((found.float() - wanted.float()).abs().max())
+    gap = float((found.float().cpu() - wanted.float()).abs().max())
     assert gap < NEAR[dtype] * max(1.0, float(wanted.float().abs().max())), (what, gap)
     assert float(wanted.float().abs().max()) > 0.1, what
 
@@ -76,7 +80,7 @@ def attend(
     attention.SPLIT = split
     batch = step_of(sequences or [(1, 150), (3, 40), (1, 1)], page, stripes)
     torch.manual_seed(0)
-    ops, plain = GpuOps("cpu", dtype), TorchOps("cpu", dtype)
+    ops, plain = GpuOps(DEVICE.type, dtype), TorchOps("cpu", dtype)
     ops._block_size = page
     places = ops.places(batch)
     ops._step, plain._step = ops.begin(batch, places), StepTensors(batch, plain.device)
@@ -85,25 +89,33 @@ def attend(
     slots = BLOCKS * page
     sinks, more = torch.randn(heads[0]) if sunk else None, tuple[Any, ...]()
     if rank:
-        cache: Any = SlotLatents(torch.randn(slots, dim).to(ops.dtype), page)
-        arguments: tuple[Any, ...] = q, cache, heads[0], rank, 0.2
+        rows = torch.randn(slots, dim).to(ops.dtype)
+        caches: list[Any] = [SlotLatents(rows.to(each.device), page) for each in (ops, plain)]
+        arguments: tuple[Any, ...] = heads[0], rank, 0.2
         name = "mla_attend"
     else:
         keys, values = (torch.randn(slots, heads[1], dim).to(ops.dtype) for _ in range(2))
-        cache = SlotKV(keys, values, page)
-        arguments, name, more = (q, cache, *heads, dim, 0.2), "attend", (window, cap)
+        caches = [SlotKV(keys.to(each.device), values.to(each.device), page) for each in (ops, plain)]
+        arguments, name, more = (*heads, dim, 0.2), "attend", (window, cap)
+    name, last = (f"{name}_part", [ContextGroup(stripes, range(heads[0]), range(heads[1]))]) if stripes else (name, [])
+    if not rank and not stripes:
+        more = (*more, sinks)
+    found, wanted = (
+        getattr(each, name)(q.to(each.device), cache, *arguments, *last, *(there(x, each.device) for x in more)).cpu()
+        for each, cache in zip((ops, plain), caches, strict=True)
+    )
     if stripes is not None:
-        group = ContextGroup(stripes, range(heads[0]), range(heads[1]))
-        found, wanted = (getattr(each, f"{name}_part")(*arguments, group, *more) for each in (ops, plain))
         width = (rank or dim) + 2
         seen = wanted.view(-1, width)[:, -1] > 0  # of who sees nothing here, only that is told
         assert torch.equal(seen, found.view(-1, width)[:, -1] > 0)
         found, wanted = found.view(-1, width)[seen], wanted.view(-1, width)[seen]
-    else:
-        more = (*more, sinks) if not rank else ()
-        found, wanted = (getattr(each, name)(*arguments, *more) for each in (ops, plain))
     assert [way.name for way in ops.ways.values()] == ["Triton"]
     same(found, wanted, dtype, (heads, dim, page, window, cap, sunk, rank, stripes))
+
+
+def there(x: Any, device: torch.device = torch.device("cpu")) -> Any:
+    """On a device, if it is a tensor."""
+    return x.to(device) if isinstance(x, Tensor) else x
 
 
 def attention_few() -> None:
@@ -136,11 +148,12 @@ def norms(widths: tuple[int, ...] = (48, 33), rows: tuple[int, ...] = (3, 0)) ->
         for width in widths:
             for count in rows:
                 x, y, weight = torch.randn(count, width), torch.randn(count, width).to(plain.dtype), torch.rand(width)
+                residual, by = x.clone().to(DEVICE), weight.to(DEVICE)
                 if count:
-                    same(fused.rms_norm(x, weight, 1e-5, plain.dtype), plain.rms_norm(x, weight, 1e-5), dtype, width)
-                residual = x.clone()
-                found = fused.rms_norm(residual, weight, 1e-5, plain.dtype, y)
-                assert torch.equal(residual, x + y)
+                    found = fused.rms_norm(residual, by, 1e-5, plain.dtype)
+                    same(found, plain.rms_norm(x, weight, 1e-5), dtype, width)
+                found = fused.rms_norm(residual, by, 1e-5, plain.dtype, y.to(DEVICE))
+                assert torch.equal(residual.cpu(), x + y)
                 if count:
                     same(found, plain.rms_norm(x + y, weight, 1e-5), dtype, width)
 
@@ -159,11 +172,13 @@ def ropes(cases: tuple[tuple[int, int, int, int], ...] = ((3, 1, 20, 16), (2, 2,
                 caches = [SlotKV(zeros[i], zeros[i + 1], 16) for i in (0, 2)]
                 wanted = plain.rope_store(qkv, caches[0], rope, heads, kv_heads, dim, q_norm, k_norm, 1e-6)
                 places = torch.tensor(batch.positions[:6]), torch.tensor(batch.slots[:6], dtype=torch.int32)
-                pair = caches[1].keys, caches[1].values
-                found = fused.rope_store(qkv, pair, rope, places, heads, kv_heads, dim, q_norm, k_norm, 1e-6)
+                kept = caches[1].keys.to(DEVICE), caches[1].values.to(DEVICE)
+                given, turn, at = qkv.to(DEVICE), *((a.to(DEVICE), b.to(DEVICE)) for a, b in (rope, places))
+                by = there(q_norm, DEVICE), there(k_norm, DEVICE)
+                found = fused.rope_store(given, kept, turn, at, heads, kv_heads, dim, *by, 1e-6)
                 same(found, wanted, dtype, dim)
-                same(caches[1].keys, caches[0].keys, dtype, dim)
-                assert torch.equal(caches[1].values, caches[0].values)
+                same(kept[0], caches[0].keys, dtype, dim)
+                assert torch.equal(kept[1].cpu(), caches[0].values)
 
 
 def gates(widths: tuple[int, ...] = (40, 1)) -> None:
@@ -172,7 +187,7 @@ def gates(widths: tuple[int, ...] = (40, 1)) -> None:
         for kind in fused.KINDS:
             for width in widths:
                 both = (torch.randn(4, 2 * width) * 4).to(plain.dtype)
-                same(fused.gated(both, kind, plain.dtype), plain.gated(both, kind), dtype, (kind, width))
+                same(fused.gated(both.to(DEVICE), kind, plain.dtype), plain.gated(both, kind), dtype, (kind, width))
 
 
 def quantised(kind: str, rows: int, columns: int, skip: int) -> Quantized:
@@ -191,13 +206,17 @@ def quantised(kind: str, rows: int, columns: int, skip: int) -> Quantized:
 def packed(kind: str, dtype: str, rows: int = 37, columns: int = 320, skip: int = 32, tokens: int = 3) -> None:
     weight, ops = quantised(kind, rows, columns, skip), TorchOps("cpu", dtype)
     bias = np.random.default_rng(1).normal(size=rows).astype(np.float32)
-    found, values = pack(weight, bias, ops.dtype, ops.device), torch.from_numpy(dequantise(weight)).to(ops.dtype)
+    found, values = pack(weight, bias, ops.dtype, DEVICE), torch.from_numpy(dequantise(weight)).to(ops.dtype)
     same(found.weight, values, dtype, kind)
-    some = torch.tensor([rows - 1, 0], dtype=torch.int32)
+    some = torch.tensor([rows - 1, 0], dtype=torch.int32, device=DEVICE)
     assert torch.equal(found.rows(some), found.weight[some])
     x = torch.randn(tokens, columns).to(ops.dtype) / columns**0.5
     wanted = torch.nn.functional.linear(x.float(), values.float(), torch.from_numpy(bias))
-    same(found.product(x), wanted, dtype, (kind, tokens))
+    same(found.product(x.to(DEVICE)), wanted, dtype, (kind, tokens))
+    if tokens <= FEW_ROWS:
+        exact = found.product(x.to(DEVICE), torch.float32)
+        assert exact.dtype == torch.float32
+        same(exact, wanted, dtype, (kind, tokens))
 
 
 def packed_few() -> None:
@@ -233,7 +252,8 @@ def whole_model(
     """A window in one layer; a residual's sums on the way of its norm."""
     for dtype in dtypes:
         for kind in kinds:
-            found, wanted = (logits(each("cpu", dtype), kind, SMALL, long) for each in (GpuOps, TorchOps))
+            made = GpuOps(DEVICE.type, dtype), TorchOps("cpu", dtype)
+            found, wanted = (logits(each, kind, SMALL, long).cpu() for each in made)
             gap = (found - wanted).abs()
             assert float(gap.max() if dtype == "float32" else gap.mean()) < (1e-4 if dtype == "float32" else 0.05), gap
 
@@ -357,7 +377,7 @@ def moved_experts() -> None:
 def adapters(sizes: tuple[int, ...] = (4,)) -> None:
     """Products of rows with and without, with parts that adapters leave out."""
     for dtype in NEAR:
-        made = GpuOps("cpu", dtype), TorchOps("cpu", dtype)
+        made = GpuOps(DEVICE.type, dtype), TorchOps("cpu", dtype)
         for parts, width in (((range(40), range(40, 72), range(72, 91)), 48), ((range(64),), 33)):
             tables: list[Any] = [each.lora_table(parts, 20, 3) for each in made]
             dice = np.random.default_rng(0)
@@ -371,14 +391,15 @@ def adapters(sizes: tuple[int, ...] = (4,)) -> None:
             for count in sizes:
                 x, slots = torch.randn(count, width).to(made[0].dtype), torch.arange(count, dtype=torch.int32) % 4 - 1
                 y = torch.randn(count, parts[-1].stop)
-                found, wanted = (each.add(x, y.clone(), slots) for each in tables)
+                given = [[there(each, ops.device) for each in (x, y.clone(), slots)] for ops in made]
+                found, wanted = (each.add(*own).cpu() for each, own in zip(tables, given, strict=True))
                 same(found, wanted, dtype, (count, parts))
                 assert torch.equal(found[0], y[0]) and (count < 2 or not torch.equal(found[-1], y[-1]))
 
 
-def drawing(sizes: tuple[int, ...] = (100, 1)) -> None:
+def drawing(sizes: tuple[int, ...] = (100, 1), block: int = 32) -> None:
     """Tokens are the definition's, to the bit: ties, broken lines, banned ones, cuts."""
-    draw_module.BLOCK = 32
+    draw_module.BLOCK = block
     for number, size in enumerate(sizes):
         dice = random.Random(number)
         logits = torch.randn(6, size, generator=torch.Generator().manual_seed(number)) * 3
@@ -391,46 +412,101 @@ def drawing(sizes: tuple[int, ...] = (100, 1)) -> None:
             for _ in range(6)
         ]  # fmt: skip
         samplers = [
-            TorchSampler(8, size, drawer=Drawer(8, size, torch.device("cpu"))), Sampler(8, size, plain=True),
+            TorchSampler(8, size, drawer=Drawer(8, size, DEVICE)), Sampler(8, size, plain=True),
         ]  # fmt: skip
         for sampler in samplers:
             for row, each in enumerate(params):
                 sampler.enter(row, Fresh(array("q", [0] * (row + 1)), 1, each, (row + 1) * 0x9E3779B97F4A7C15))
         for _ in range(3):
-            found = samplers[0].sample(logits.clone(), [*range(6)])
+            found = samplers[0].sample(logits.clone().to(DEVICE), [*range(6)])
             assert found == samplers[1].sample(logits.numpy().copy(), [*range(6)]), (size, params)
 
 
+def real() -> None:
+    """Llama 7B, 3 8B, Gemma 2, GPT-OSS, SmolLM2, DeepSeek's latents; as many rows as an engine has."""
+    global BLOCKS
+    BLOCKS = 128
+    few, many = [(1, 1000), (1, 3)], [(1, 700), (40, 700), (3, 9)]
+    kinds: list[dict[str, Any]] = [
+        {"heads": (32, 32), "dim": 128}, {"heads": (32, 8), "dim": 128}, {"heads": (16, 8), "dim": 256, "cap": 50.0},
+        {"heads": (64, 8), "dim": 64, "window": 128, "sunk": True}, {"heads": (9, 3), "dim": 64},
+        {"heads": (16, 1), "dim": 576, "rank": 512}, {"heads": (128, 1), "dim": 576, "rank": 512},
+    ]  # fmt: skip
+    for dtype in NEAR:
+        for kind in kinds:
+            attend(dtype, sequences=few, split=512, **kind)
+            attend(dtype, sequences=many, split=512, **kind)
+    for packing in ("q4_1", "q8_0", "q6_k"):
+        for tokens in (1, 40):
+            packed(packing, "bfloat16", rows=4096, columns=4096, skip=0, tokens=tokens)
+    norms((4096, 8192), (2,))
+    ropes(((32, 8, 128, 128), (9, 3, 64, 64)))
+    gates((11008,))
+    x, slots = torch.zeros(40, 4096, dtype=torch.bfloat16), torch.zeros(40, dtype=torch.int32)
+    table = GpuOps(DEVICE.type, "bfloat16").lora_table([range(4096), range(4096, 5120)], 64, 4)
+    table.add(x.to(DEVICE), torch.zeros(40, 5120, device=DEVICE), slots.to(DEVICE))
+    drawing((32_000, 128_256, 151_936, 201_088), block=draw_module.BLOCK)
+
+
+class Pair(Solo):
+    """A rank of two, of which the first does everything before the other does. told: what is on its way."""
+
+    size = 2
+
+    def __init__(self, rank: int, told: list[Tensor]) -> None:
+        super().__init__(rank)
+        self.rank, self.told = rank, told
+
+    def broadcast(self, x: Any, source: int = 0) -> None:
+        if self.rank:
+            torch.as_tensor(x).copy_(self.told.pop(0))
+        else:
+            self.told.append(torch.as_tensor(x).clone())
+
+    def check(self) -> None:
+        pass
+
+
 class Ahead:
-    """Requests that come and go, each step planned before the last is committed. ahead: and begun before it is read."""
+    """Requests that come and go, each step planned before the last is committed. ahead: and begun before it is read.
+    ranks: that compute it; the second gets tokens on its device. saw: of each step, what they read."""
 
-    def __init__(self, *, ahead: bool) -> None:
-        ops, self.ahead, size, rows = GpuOps("cpu", "float32"), ahead, 50, 3
-        ops.recorder, self.drawer = FakeRecorder(), ops.drawer_of(rows, size)
-        ops.kv_layer(1, 4, 1, 1)
-        ops._shared = lambda x: x  # type: ignore[method-assign]  # as on a device
-        table = torch.randn(size, size, generator=torch.Generator().manual_seed(0)) * 3
-
-        def forward(own: Any) -> Tensor:
-            at = own.step.tokens.long() * 7 + own.step.positions
-            return table[at % size][own.step.sample_index.long()].contiguous()
-
-        scheduler = SchedulerConfig(
+    def __init__(self, *, ahead: bool, ranks: int = 1) -> None:
+        self.ahead, size, rows = ahead, 50, 3
+        self.scheduler = SchedulerConfig(
             max_num_seqs=rows, max_num_batched_tokens=8, max_model_len=64, depth=2, max_logit_rows=rows + 8
         )
+        self.core = EngineCore(self.scheduler, CacheConfig(block_size=4), 24)
+        self.table = torch.randn(size, size, generator=torch.Generator().manual_seed(0)) * 3
+        told, self.saw, self.recorder = list[Tensor](), [list[Any]() for _ in range(ranks)], FakeRecorder()
+        self.runners = [
+            self.rank(Mesh(rank, Pair(rank, told) if ranks > 1 else Solo()), rows, size) for rank in range(ranks)
+        ]
+
+    def rank(self, mesh: Mesh, rows: int, size: int) -> Runner:
+        ops, tp = GpuOps("cpu", "float32", mesh.tp), mesh.tp if isinstance(mesh.tp, Pair) else None
+        ops.recorder, drawer = self.recorder if mesh.samples else FakeRecorder(), ops.drawer_of(rows, size, tp)
+        ops.kv_layer(1, 4, 1, 1)
+        ops._shared = lambda x: x  # type: ignore[method-assign]  # as on a device
+
+        def forward(own: Any) -> Tensor:
+            self.saw[mesh.rank].append(own.step.tokens.tolist())
+            at = own.step.tokens.long() * 7 + own.step.positions
+            return self.table[at % size][own.step.sample_index.long()].contiguous()
+
         batch = Batch(8, rows, 17, rows + 8)
-        sampler = TorchSampler(rows, size, drawer=self.drawer)
-        self.runner = Runner(batch, ops.compile(forward, batch), sampler, scheduler, 4)
-        self.core = EngineCore(scheduler, CacheConfig(block_size=4), 24)
-        self.recorder = ops.recorder
+        sampler = TorchSampler(rows, size, drawer=drawer) if mesh.samples else Follower(rows, size, drawer)
+        stage = Stage(batch, ops.compile(forward, batch), mesh)
+        return Runner(batch, stage.forward, sampler, self.scheduler, 4, stage)
 
     def run(self, requests: list[Request]) -> tuple[dict[str, list[int]], int]:
         """Tokens of each, and how many steps began before the last was read."""
         core, found, early = self.core, {each.id: list[int]() for each in requests}, 0
         under_way: Any = None
 
-        def commit(plan: StepPlan, part: Any) -> None:
-            part = part if isinstance(part, LaneResult) else part.result()
+        def commit(plan: StepPlan, parts: list[Any]) -> None:
+            part, *others = (each if isinstance(each, LaneResult) else each.result() for each in parts)
+            assert not any(each.rows for each in others)
             for delta in core.commit(StepResult(plan.epoch, plan.step, (part,))):
                 found[delta.request_id] += delta.tokens
                 assert not delta.error
@@ -440,11 +516,13 @@ class Ahead:
             for _ in left[:2]:
                 core.admit(left.pop(0))
             plan = core.plan(0.0)
-            part = plan and self.runner.begin(plan.step, plan.lanes[0], plan.freed_rows[0], ahead=self.ahead)
-            early += bool(plan and under_way and not isinstance(under_way[1], LaneResult) and not under_way[1]._found)
+            parts = plan and [
+                each.begin(plan.step, plan.lanes[0], plan.freed_rows[0], ahead=self.ahead) for each in self.runners
+            ]
+            early += bool(plan and under_way and all(getattr(each, "_found", each) is None for each in under_way[1]))
             if under_way is not None:
                 commit(*under_way)
-            under_way = plan and (plan, part)
+            under_way = plan and (plan, parts)
         return found, early
 
 
@@ -461,10 +539,13 @@ def ahead() -> None:
             for i, kind in enumerate(kinds)
         ]
 
-    made = [Ahead(ahead=each) for each in (False, True)]
-    (wanted, none), (found, early) = (each.run(requests()) for each in made)
-    assert found == wanted and [len(found[f"r{i}"]) for i in range(8)] == list(range(4, 20, 2)), (found, wanted)
-    assert not none and early > 5 and made[1].recorder.played > 5, (none, early, made[1].recorder.played)
+    made = [Ahead(ahead=each, ranks=ranks) for ranks in (1, 2) for each in (False, True)]
+    (wanted, none), *others = (each.run(requests()) for each in made)
+    assert not none and [len(wanted[f"r{i}"]) for i in range(8)] == list(range(4, 20, 2)), wanted
+    for each, (found, early) in zip(made[1:], others, strict=True):
+        assert found == wanted, (found, wanted)
+        assert (early > 5) == each.ahead and each.recorder.played > 5, (early, each.recorder.played)
+        assert all(saw == each.saw[0] for saw in each.saw)
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -472,7 +553,7 @@ CASES: dict[str, Callable[[], None]] = {
     "packed": packed_few, "packed_many": packed_many, "model": whole_model,
     "graphs": graphs, "graphs_further": graphs_further, "moved_experts": moved_experts, "adapters": adapters,
     "adapters_many": lambda: adapters((1, 16, 18, 40)), "drawing": drawing,
-    "ahead": ahead,
+    "ahead": ahead, "real": real,
     "drawing_many": lambda: drawing((1, 2, 3, 31, 32, 33, 100, 500, 64, 7) * 4),
     "model_many": lambda: whole_model(tuple(NEAR), (None, "q8_0", "q4_1"), 40),
     "norms_many": lambda: norms((1, 64, 1000), (1, 20)), "gates_many": lambda: gates((1, 1000, 1025)),
@@ -481,7 +562,10 @@ CASES: dict[str, Callable[[], None]] = {
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for what in sys.argv[1:]:
+    named = sys.argv[1:]
+    if named[0] == "cuda":
+        DEVICE = torch.device(named.pop(0))
+    for what in named:
         with torch.inference_mode():
             CASES[what]()
         print(what)

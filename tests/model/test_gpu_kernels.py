@@ -101,6 +101,8 @@ def test_the_last_way_takes_everything() -> None:
         ("attention", {"paged", "merge"}), ("packed", {"product", "unpack"}), ("norms", {"norm"}),
         ("ropes", {"rope_store"}), ("gates", {"gated"}), ("adapters", {"shrink", "expand"}),
         ("moved_experts", MIXED), ("drawing", {"tops", "masses", "weights", "pick"}),
+        ("real", {"paged", "merge", "product", "unpack", "norm", "rope_store", "gated", "shrink", "expand", "tops",
+                  "masses", "weights", "pick"}),
     ],
 )  # fmt: skip
 def test_triton_makes_device_code_of_them(case: str, kernels: set[str]) -> None:

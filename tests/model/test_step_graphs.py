@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from planaria.kernels.gpu.draw import Drawer
 from planaria.kernels.gpu.graphs import MOST_ROWS, OFTEN, StepGraphs, StepShape, shape_of
 from planaria.kernels.gpu.ops import GpuOps
 from planaria.kernels.gpu.step import Places, lay_out
 from planaria.kernels.ops import Batch
-from planaria.mesh.comm import Solo
+from planaria.mesh.comm import CollectiveAborted, Solo
+from planaria.protocol import FreeMemory
+from planaria.worker.device import make_follower
+from planaria.worker.worker import Worker, free
 
 ONE = StepShape(1, 1, 512)
 
@@ -220,3 +225,45 @@ def test_tokens_that_the_host_knows_are_not_those_of_the_step_before() -> None:
         batch.follows = follows
         lay_out(batch, places, 16, 4, 1)
         assert places.here["drawn_at"][:5].tolist() == [*found, -1]
+
+
+class Ended:
+    """A group that was aborted."""
+
+    def broadcast(self, x: Any) -> None:
+        pass
+
+    def check(self) -> None:
+        raise CollectiveAborted((1,), "rank 1 is gone")
+
+
+def test_tokens_of_a_group_that_was_aborted_are_not_read() -> None:
+    """Its operations end then, and with them the wait; what they left is worth nothing."""
+    drawer = Drawer(4, 50, torch.device("cpu"), Ended())
+    with pytest.raises(CollectiveAborted, match="rank 1 is gone"):
+        drawer.send(2).read()
+    assert drawer.send(2, told=False).read()[0].tolist() == [0, 0]
+
+
+def test_who_draws_no_more_has_nothing_to_draw_with() -> None:
+    config: Any = SimpleNamespace(
+        scheduler=SimpleNamespace(max_num_seqs=4), model=SimpleNamespace(vocab_size=50)
+    )  # fmt: skip
+    ops = GpuOps("cpu", "float32")
+    ops.drawer_of(4, 50)
+    assert not make_follower(config, ops).follows([0]) and ops.drawer is None
+    told = Ended()
+    assert make_follower(config, ops, told).follows([0]) and ops.drawer is not None and ops.drawer.others is told  # type: ignore[arg-type]
+
+
+def test_recordings_are_let_go_of_before_the_kv_they_read() -> None:
+    did = list[str]()
+    ops = SimpleNamespace(leave=lambda: did.append("recordings"))
+    kv = SimpleNamespace(forget=lambda model: did.append("KV"))
+    ends: dict[str, Any] = {"end_micro_batches": lambda: None, "experts": None, "runner": None, "rank": 0}
+    rank: Any = SimpleNamespace(ops=ops, kv=kv, model=None, draft=SimpleNamespace(free=lambda weights: None), **ends)
+    free(rank, FreeMemory(weights=False))
+    assert did == ["recordings", "KV"]
+    rank.groups = SimpleNamespace(leave=lambda: did.append("groups"))
+    Worker._leave_groups(rank)
+    assert did[2:] == ["recordings", "groups"]

@@ -116,11 +116,17 @@ class Begins:
         pass
 
 
-def a_rank(begins: Begins, platform: Platform = CUDA, *, tp: int = 1, lanes: int = 1, link: str = "queue") -> Any:
+def a_rank(
+    begins: Begins, platform: Platform = CUDA, *, tp: int = 1, lanes: int = 1, link: str = "queue", pp: int = 1,
+    by: str = "cpu", shares: bool = False,
+) -> Any:  # fmt: skip
+    """by: where its tensor ranks' group takes large arrays. shares: have prefill context ranks parts of steps?"""
     rank: Any = object.__new__(Worker)
     rank.rank, rank.experts, rank.ahead, rank.runner, rank.kv = 0, None, True, begins, begins
-    group = types.SimpleNamespace(size=tp, rank=0)
-    mesh = types.SimpleNamespace(pp=types.SimpleNamespace(size=1), cp=group, abort=lambda why: None)
+    rank.ops = types.SimpleNamespace(drawer_of=None)
+    group = types.SimpleNamespace(size=tp, rank=0, device=by)
+    cp = types.SimpleNamespace(size=2, rank=0, device=by) if shares else group
+    mesh = types.SimpleNamespace(pp=types.SimpleNamespace(size=pp), tp=group, cp=cp, abort=lambda why: None)
     rank.groups = types.SimpleNamespace(mesh=mesh, exchanges=["way"] * (lanes - 1), layout=Layout())
     parallel, device = types.SimpleNamespace(ray_link=link), types.SimpleNamespace(platform=platform)
     rank.config = types.SimpleNamespace(parallel=parallel, device=device)
@@ -141,12 +147,18 @@ def test_a_rank_on_a_device_answers_later() -> None:
     ("busy", "told"),
     [
         (False, {"platform": CPU}), (True, {}), (False, {"tp": 2}), (False, {"lanes": 2}),
-        (False, {"link": "compiled-graph"}),
+        (False, {"link": "compiled-graph"}), (False, {"tp": 2, "by": "cuda", "lanes": 2}), (False, {"pp": 2}),
+        (False, {"tp": 2, "by": "cuda", "pp": 2}), (False, {"by": "cuda", "shares": True}),
     ],
 )  # fmt: skip
 def test_whose_tokens_others_want_answers_at_once(busy: bool, told: dict[str, Any]) -> None:
     begins = Begins(busy=busy)
     assert isinstance(a_rank(begins, **told).handle(step(1)), StepResult) and begins.aheads == [False]
+
+
+def test_tensor_ranks_that_hand_tokens_on_from_device_to_device_answer_later() -> None:
+    begins = Begins()
+    assert isinstance(a_rank(begins, tp=2, by="cuda").handle(step(1)), Later) and begins.aheads == [True]
 
 
 def test_who_is_asked_for_an_answer_at_once_gives_one() -> None:

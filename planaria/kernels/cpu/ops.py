@@ -79,6 +79,9 @@ class CpuOps:
         if tp.port and cast(NativeComm, tp).lanes > self.threads:
             raise ValueError(f"{cast(NativeComm, tp).lanes} lanes of a shared group for {self.threads} threads")
 
+    def leave(self) -> None:
+        """Nothing computes beside steps."""
+
     # Loading
 
     def pack(self, weight: Rows | Quantized, bias: npt.NDArray[Any] | None = None) -> Packed:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +21,23 @@ FOLLOWED = 256  # tokens of one
 _EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 
 
-class DrawnTokens:
-    """Of a step, on their way to the host. host: [2, lines], tokens and flags, int64."""
+class Others(Protocol):
+    """Ranks of a group on devices, of which the first draws."""
 
-    def __init__(self, host: npt.NDArray[np.int64], lines: int, came: Any) -> None:
-        self._host, self._lines, self._came = host, lines, came
+    def broadcast(self, x: Tensor) -> None:
+        """See Comm."""
+
+    def check(self) -> None:
+        """Raise CollectiveAborted if it was aborted."""
+
+
+class DrawnTokens:
+    """Of a step, on their way to the host. host: [2, lines], tokens and flags, int64. others: ranks that got them."""
+
+    def __init__(
+        self, host: npt.NDArray[np.int64], lines: int, came: Any, others: Others | None = None
+    ) -> None:  # fmt: skip
+        self._host, self._lines, self._came, self._others = host, lines, came, others
 
     def ready(self) -> bool:
         """Would `read` not wait?"""
@@ -33,9 +45,11 @@ class DrawnTokens:
 
     def read(self) -> tuple[npt.NDArray[np.int64], dict[int, int]]:
         """Tokens, and flags of lines that have one (see `pick`): the one wait of a step. They stay until two more steps
-        were sent."""
+        were sent. Raises CollectiveAborted: the wait ended with the group, and they are worth nothing."""
         if self._came is not None:
             self._came.synchronize()
+        if self._others is not None:
+            self._others.check()
         tokens = self._host[0, : self._lines]
         flags = self._host[1, : self._lines]
         return tokens, {i: int(flags[i]) for i in np.flatnonzero(flags).tolist()} if flags.any() else {}
@@ -43,10 +57,10 @@ class DrawnTokens:
 
 class Drawer:
     """For up to `lines` lines of `size` logits. rows: whose settings are staged, in order of lines; None: nobody's.
-    drawn: has a recording drawn for them?"""
+    drawn: has a recording drawn for them? others: whose devices get what the first one's drew; None: nobody's."""
 
-    def __init__(self, lines: int, size: int, device: torch.device) -> None:
-        self.lines, self.size, self.device = lines, size, device
+    def __init__(self, lines: int, size: int, device: torch.device, others: Others | None = None) -> None:
+        self.lines, self.size, self.device, self.others = lines, size, device, others
         self.rows: list[int] | None = None
         self._last: list[int] | None = None  # that were staged last
         self.drawn = self.cuts = False
@@ -136,12 +150,16 @@ class Drawer:
         last = order.gather(-1, (kept.sum(-1, keepdim=True) - 1).clamp(min=0))
         return logits.gather(-1, last)[:, 0], last[:, 0].contiguous()
 
-    def send(self, lines: int) -> DrawnTokens:
-        """What so many lines drew, on its way. Of two steps at most nobody has read it."""
+    def send(self, lines: int, *, told: bool = True) -> DrawnTokens:
+        """What so many lines drew, on its way, and, unless it isn't `told`, to the others' devices: all ranks call it
+        together. Of two steps at most nobody has read it."""
+        others = self.others if told else None
+        if others is not None:
+            others.broadcast(self._out)
         back, host = self._backs[0]
         self._backs.reverse()
         back.copy_(self._out, non_blocking=True)
         came = torch.cuda.Event() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         if came is not None:
             came.record()
-        return DrawnTokens(host, lines, came)
+        return DrawnTokens(host, lines, came, others)

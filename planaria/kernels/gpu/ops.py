@@ -18,11 +18,11 @@ from torch import Tensor
 
 from planaria.kernels.gpu import fused
 from planaria.kernels.gpu.attention import Need, Way, by_triton, way_for
-from planaria.kernels.gpu.draw import Drawer
+from planaria.kernels.gpu.draw import Drawer, Others
 from planaria.kernels.gpu.expert_ops import ExpertKernels
 from planaria.kernels.gpu.graphs import CudaRecorder, StepGraphs, StepRecorder, StepShape, shape_of
 from planaria.kernels.gpu.lora import LoraPointers
-from planaria.kernels.gpu.packed import pack
+from planaria.kernels.gpu.packed import FEW_ROWS, DevicePacked, pack
 from planaria.kernels.gpu.step import DeviceStep, Places, lay_out
 from planaria.kernels.ops import Array, Batch, Quantized
 from planaria.kernels.reference import SlotKV, SlotLatents, StepTensors
@@ -60,9 +60,9 @@ class GpuOps(ExpertKernels):
             new.recorder = CudaRecorder()
         return new
 
-    def drawer_of(self, lines: int, size: int) -> Drawer:
-        """What draws from now on, also in recordings."""
-        self.drawer = Drawer(lines, size, self.device)
+    def drawer_of(self, lines: int, size: int, others: Others | None = None) -> Drawer:
+        """What draws from now on, also in recordings. others: see Drawer."""
+        self.drawer = Drawer(lines, size, self.device, others)
         return self.drawer
 
     # Loading
@@ -102,13 +102,13 @@ class GpuOps(ExpertKernels):
 
     def join(self, tp: Comm, lanes: All2All | None = None, cp: Comm | None = None) -> None:
         super().join(tp, lanes, cp)
-        self._forget()
+        self.leave()
 
     def close(self) -> None:
-        self._forget()
+        self.leave()
         super().close()
 
-    def _forget(self) -> None:
+    def leave(self) -> None:
         while self.graphs:
             self.graphs.pop().close()
 
@@ -144,6 +144,7 @@ class GpuOps(ExpertKernels):
             """By itself, where others are met: they know nothing of what draws."""
             out, drawer = graphs.ready[shape._replace(draws=False, cuts=False)][1], self.drawer
             assert drawer is not None
+            drawer.spare().draw(_logits(out), cuts=shape.cuts)
             return lambda: drawer.draw(_logits(out), cuts=shape.cuts)
 
         assert self.recorder is not None
@@ -286,9 +287,12 @@ class GpuOps(ExpertKernels):
         self, x: Tensor, weight: Any, vocab: range | None = None, size: int | None = None, cap: float = 0.0
     ) -> Tensor:  # fmt: skip
         """Products of the activation dtype are summed in float32, and not rounded."""
-        if self.device.type != "cuda" or self.dtype == torch.float32:
+        if isinstance(weight, DevicePacked) and len(x) <= FEW_ROWS:
+            out = weight.product(x.to(self.dtype), torch.float32)
+        elif self.device.type != "cuda" or self.dtype == torch.float32:
             return super().logits(x, weight, vocab, size, cap)
-        out = torch.mm(x.to(self.dtype), weight.weight.T, out_dtype=torch.float32)
+        else:
+            out = torch.mm(x.to(self.dtype), weight.weight.T, out_dtype=torch.float32)
         return self._finished(out, vocab, size, cap)
 
     @property

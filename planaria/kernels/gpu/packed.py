@@ -61,14 +61,14 @@ class DevicePacked:
             )  # fmt: skip
         return out
 
-    def product(self, x: Tensor) -> Tensor:
-        """x [T, K]: x W^T + bias, in the activation dtype."""
+    def product(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """x [T, K]: x W^T + bias, in the activation dtype, or, of FEW_ROWS at most, in `dtype`."""
         if len(x) > FEW_ROWS:
             return torch.nn.functional.linear(x, self.weight, self.bias)
         from planaria.kernels.gpu.packed_kernels import product
 
         (columns, width), bias = self.shape, self.bias
-        out = torch.empty(len(x), columns, dtype=self.dtype, device=x.device)
+        out = torch.empty(len(x), columns, dtype=dtype or self.dtype, device=x.device)
         if len(x):
             block_m, block_n = 16 if len(x) <= 16 else 32, 32 if columns < 8192 else 64
             other = self.levels if bias is None else bias

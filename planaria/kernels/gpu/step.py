@@ -34,9 +34,10 @@ class QueryTiles:
 
 
 class Places:
-    """For all steps of one function: int32 arrays, one behind the other, and the table of blocks; each in main memory
-    (`host`, `host_tables`; pinned, where there is a GPU) and on the device (`here`, `tables`). lines: of a recording,
-    its tokens that are the batch's. hidden: what the stage before sent, float32 [tokens, H]; None: nothing."""
+    """For all steps of one function: int32 arrays, one behind the other, in main memory (`host`; pinned, where there is
+    a GPU) and on the device (`here`); behind them the step's blocks, as many of each sequence, which go from there into
+    `tables`. lines: of a recording, its tokens that are the batch's. hidden: what the stage before sent, float32
+    [tokens, H]; None: nothing."""
 
     def __init__(self, batch: Batch, device: torch.device) -> None:
         tokens, sequences = batch.max_tokens, batch.max_seqs
@@ -46,15 +47,15 @@ class Places:
             "tile_sequences": tokens + sequences, "tile_firsts": tokens + sequences, "lines": tokens,
         }  # fmt: skip
         pinned = device.type == "cuda"
-        self._host = torch.zeros(sum(sizes.values()), dtype=torch.int32, pin_memory=pinned)
+        self.tables = torch.zeros(sequences, batch.block_table.shape[1], dtype=torch.int32, device=device)
+        self._before = sum(sizes.values())
+        self._host = torch.zeros(self._before + self.tables.numel(), dtype=torch.int32, pin_memory=pinned)
         self._here = torch.zeros_like(self._host, device=device)
         self.host: dict[str, Any] = {name: part.numpy() for name, part in _cut(self._host, sizes).items()}
         self.here = _cut(self._here, sizes)
-        self._tables = torch.zeros(sequences, batch.block_table.shape[1], dtype=torch.int32, pin_memory=pinned)
-        self.tables = torch.zeros_like(self._tables, device=device)
+        self._blocks: Any = self._host[self._before :].numpy()
         self._copied = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
-        self.host_tables: Any = self._tables.numpy()
-        self._shape, self._parts = (0, 0), (self.tables, self._tables)  # that were copied last, and views of such
+        self._shape, self._parts = (-1, -1), tuple[Tensor, ...]()  # of tables that were copied last, and what is copied
         self.hidden: Tensor | None = None
         self.laid = 0, 0  # rows of the recording that was laid out last, tokens of each
         self._followed = 0  # tokens that were drawn on the device, and are, in what was filled last
@@ -76,10 +77,12 @@ class Places:
     def copy(self, rows: int, width: int) -> None:
         """Queue the copies. rows, width: of the table. Whoever fills again waits until they are made."""
         if self._shape != (rows, width):
-            self._shape, within = (rows, width), (slice(rows), slice(width))
-            self._parts = self.tables[within], self._tables[within]
-        self._here.copy_(self._host, non_blocking=True)
-        self._parts[0].copy_(self._parts[1], non_blocking=True)
+            self._shape, end = (rows, width), self._before + rows * width
+            blocks = self._here[self._before : end].view(rows, width)
+            self._parts = self._here[:end], self._host[:end], self.tables[:rows, :width], blocks
+        here, host, tables, blocks = self._parts
+        here.copy_(host, non_blocking=True)  # of contiguous memory, else torch takes a way through other memory
+        tables.copy_(blocks)
         if self._copied is not None:
             self._copied.record()
 
@@ -90,11 +93,11 @@ class Places:
         self.host["drawn_at"][:followed] = batch.drawn_at[:followed]
         self._followed = followed
 
-    def take_tables(self, batch: Batch, longest: int, block_size: int) -> int:
-        """Blocks of the batch's sequences, the longest of which has so many tokens. Returns the most of one."""
+    def take_tables(self, batch: Batch, longest: int, block_size: int) -> Any:
+        """Blocks of the batch's sequences, the longest of which has so many tokens: [sequences, most of one]."""
         sequences, width = int(batch.counts[1]), min(self.tables.shape[1], -(-longest // block_size))
-        self.host_tables[:sequences, :width] = batch.block_table[batch.seq_row[:sequences], :width]
-        return width
+        into = self._blocks[: sequences * width].reshape(sequences, width)
+        return np.take(batch.block_table[:, :width], batch.seq_row[:sequences], axis=0, out=into, mode="clip")
 
     def fill(self) -> dict[str, Any]:
         if self._copied is not None:
@@ -103,7 +106,7 @@ class Places:
 
 
 def _cut(whole: Tensor, sizes: dict[str, int]) -> dict[str, Tensor]:
-    return dict(zip(sizes, torch.split(whole, [*sizes.values()]), strict=True))
+    return dict(zip(sizes, torch.split(whole[: sum(sizes.values())], [*sizes.values()]), strict=True))
 
 
 def _one_each(places: Places, rows: int, each: int, longest: int) -> QueryTiles:
@@ -140,7 +143,7 @@ def lay_out(batch: Batch, places: Places, block_size: int, rows: int, each: int)
         host["starts"][: rows + 1] = np.arange(0, total + 1, each)
         host["tile_sequences"][:rows], host["tile_firsts"][:rows] = np.arange(rows), host["starts"][:rows]
         host["sample_index"][:total] = np.arange(total)
-    places.copy(sequences, places.take_tables(batch, int(lengths.max(initial=1)), block_size))
+    places.copy(*places.take_tables(batch, int(lengths.max(initial=1)), block_size).shape)
     places.put_hidden(batch, own)
     return own
 
@@ -158,10 +161,9 @@ class DeviceStep(StepTensors):
         self._hidden, self._arrived = batch.hidden, batch.arrived
         self._starts = batch.seq_start[: sequences + 1].astype(np.int64)
         self._lengths = batch.seq_len[:sequences].astype(np.int64)
-        self._tables = places.host_tables[:sequences]
         self._groups, self._masks = {}, {}
         self.longest = int(self._lengths.max(initial=1))
-        width = places.take_tables(batch, self.longest, block_size)
+        self._tables = places.take_tables(batch, self.longest, block_size)
         for name in ("tokens", "positions", "slots", "loras"):
             host[name][:tokens] = getattr(batch, name)[:tokens]
         host["starts"][: sequences + 1], host["lengths"][:sequences] = self._starts, self._lengths
@@ -170,7 +172,7 @@ class DeviceStep(StepTensors):
         counts = np.diff(self._starts)
         self.most = int(counts.max(initial=1))
         self.tiles = self._tiles(places, counts)
-        places.copy(sequences, width)
+        places.copy(*self._tables.shape)
         self._view(places, tokens, sequences, samples)
 
     @classmethod
