@@ -466,8 +466,7 @@ class TorchOps(Products, SharedTokens):
     def logits(
         self, x: Tensor, weight: Linear, vocab: range | None = None, size: int | None = None, cap: float = 0.0
     ) -> Tensor:  # fmt: skip
-        x = x.float()
-        out = torch.cat([x @ rows.float().T for rows in torch.split(weight.weight, LOGIT_ROWS)], dim=-1)
+        out = torch.cat([x.float() @ rows.float().T for rows in torch.split(weight.weight, LOGIT_ROWS)], dim=-1)
         return self._finished(out, vocab, size, cap)
 
     def _finished(self, out: Tensor, vocab: range | None, size: int | None, cap: float) -> Tensor:
@@ -483,10 +482,8 @@ class TorchOps(Products, SharedTokens):
     def compile(
         self, forward: Callable[[Any], Tensor | tuple[Tensor, ...]], batch: Batch, lanes: All2All | None = None
     ) -> Callable[[], Array]:  # fmt: skip
-        own = self
-        if lanes is not None:
-            own = copy.copy(self)  # with a step of its own
-            own.lanes = lanes
+        own = self if lanes is None else copy.copy(self)  # with a step of its own
+        own.lanes = own.lanes if lanes is None else lanes
         places = self.places(batch)
 
         @torch.inference_mode()

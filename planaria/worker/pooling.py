@@ -16,6 +16,7 @@ import numpy.typing as npt
 from planaria.kernels.numbers import main_memory
 from planaria.kernels.ops import Array
 from planaria.protocol import Row
+from planaria.worker.stage import Stage
 
 BROKEN = "the model gave numbers that are not finite"
 
@@ -44,6 +45,19 @@ class Pooling:
     def reads_all(self, row: int) -> bool:
         """Does a step give something for every position of this row's prompt?"""
         return self.kinds.get(row, "last") != "last"
+
+    def run(self, stage: Stage, parts: list[tuple[Row, int]]) -> tuple[Array | None, dict[int, bytes], dict[int, str]]:
+        """A forward pass: logits, and of rows that end with a vector those that are there, and errors. parts: chunks of
+        such rows, each with its first line."""
+        if not parts or self.alone:
+            out = stage.run()
+            logits, hidden = (None, out) if self.alone else (out, None)
+        else:
+            out = stage.run(self.both)
+            logits, hidden = out if out is not None else (None, None)
+        if hidden is None or not parts or not stage.samples:
+            return logits, {}, {}
+        return logits, *self.vectors(hidden, parts)
 
     def both(self) -> tuple[Array, Array]:
         """A forward pass to logits and hidden states; made ready when it is first asked for."""

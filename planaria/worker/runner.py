@@ -134,7 +134,7 @@ class Runner:
         sampler = self.sampler if isinstance(self.sampler, Sampler) else None
         if sampler is not None:
             sampler.prepare(samples if taken is None and not chunks else [])
-        logits, vectors, failed = self._run(pooled)
+        logits, vectors, failed = self.pooling.run(self.stage, pooled)
         refused |= failed
         prompt_logprobs = {}
         if logits is not None and sampler is not None:
@@ -146,18 +146,18 @@ class Runner:
                 self.turn[chunk.row] = turn if chunk.row not in self.pooling.kinds else -1
                 self.prompts.pop(chunk.row, None)
                 self.logprobs_wanted.pop(chunk.row, None)
-        if not samples:
-            return LaneResult([], [], prompt_logprobs=prompt_logprobs, errors=refused, pooled=vectors)
-        at = np.array(samples) if chunks else rows
         others = LaneResult([], [], prompt_logprobs=prompt_logprobs, errors=refused, pooled=vectors)
+        if not samples:
+            return others
+        at = np.array(samples) if chunks else rows
         if logits is None or sampler is None:
             if isinstance(self.sampler, Follower) and self.sampler.follows(samples):
-                return self._begun(turn, at, samples, self.sampler.begin(samples), others, ahead=ahead)
+                return self._begun(at, samples, self.sampler.begin(samples), others, ahead=ahead)
             _read(self._open)
             self.stage.drew(turn, samples, None)
             if self.speculation is not None and self.speculation.follow():
                 self.stage.take_tokens(turn, self._hear)
-            return LaneResult([], [], errors=refused)
+            return others
         if self.speculation is not None and taken is not None:
             drawn = self._draw_further(sampler, logits, samples, lines, taken.tolist(), turn, alone=not chunks)
             errors, late = _told_apart(drawn.errors)
@@ -166,19 +166,24 @@ class Runner:
             )  # fmt: skip
         if prompt_parts or pooled:
             logits = logits[lines]
-        if (ahead or sampler.tells) and sampler.follows(samples):
-            return self._begun(turn, at, samples, sampler.begin(logits, samples), others, ahead=ahead)
-        _read(self._open)
-        tokens, logprobs, errors = sampler.sample(logits, samples)
-        self.stage.drew(turn, samples, np.array(tokens, np.int32)[:, None])
-        return self._drew(at, samples, np.array(tokens), errors, others, logprobs)
+        if sampler.follows(samples):
+            begun = sampler.begin(logits, samples)
+            if ahead or sampler.tells:
+                return self._begun(at, samples, begun, others, ahead=ahead)
+            _read(self._open)
+            (new, errors), logprobs = begun.read(), None
+        else:
+            _read(self._open)
+            tokens, logprobs, errors = sampler.sample(logits, samples)
+            new = np.array(tokens)
+        self.stage.drew(turn, samples, new.astype(np.int32)[:, None])
+        return self._drew(at, samples, new, errors, others, logprobs)
 
     def _begun(
-        self, turn: int, at: npt.NDArray[Any], samples: list[int], begun: RowsDrawn, others: LaneResult, *, ahead: bool
+        self, at: npt.NDArray[Any], samples: list[int], begun: RowsDrawn, others: LaneResult, *, ahead: bool
     ) -> LaneResult | StepUnderWay:
         """`samples`, which is `at`, are drawn for on the device, where the next step finds it."""
-        if not ahead:
-            _read(self._open)
+        _read(None if ahead else self._open)
         self._open = StepUnderWay(self, begun.ready, lambda: self._drew(at, samples, *begun.read(), others))
         self._drawn_at[at] = self.batch.counting[: len(at)]
         return self._open if ahead else self._open.result()
@@ -200,19 +205,6 @@ class Runner:
         return LaneResult(
             samples, tokens, each, others.prompt_logprobs, {**others.errors, **errors}, late=late, pooled=others.pooled
         )
-
-    def _run(self, pooled: list[tuple[Row, int]]) -> tuple[Array | None, dict[int, bytes], dict[int, str]]:
-        """A forward pass: logits, and of rows that end with a vector those that are there, and errors. pooled: chunks
-        of such rows."""
-        if not pooled or self.pooling.alone:
-            out = self.stage.run()
-            logits, hidden = (None, out) if self.pooling.alone else (out, None)
-        else:
-            out = self.stage.run(self.pooling.both)
-            logits, hidden = out if out is not None else (None, None)
-        if hidden is None or not pooled or not self.stage.samples:
-            return logits, {}, {}
-        return logits, *self.pooling.vectors(hidden, pooled)
 
     def _draw_further(
         self, sampler: Sampler, logits: Array, samples: list[int], lines: list[int], taken: list[int], turn: int, *,

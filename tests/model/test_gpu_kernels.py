@@ -88,6 +88,30 @@ def test_what_refuses_blocks_is_not_taken_and_says_why(monkeypatch: pytest.Monke
     )
 
 
+def test_what_one_layer_has_found_good_is_not_taken_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the flash attentions that are registered the last but one takes blocks, and no windows."""
+    in_force, said = list[str](), list[str]()
+
+    def compare(need: Need) -> str:
+        if in_force == ["FA3"] and need.window is None:
+            return ""
+        raise RuntimeError(f"{in_force} does not do it")
+
+    def activate(name: str) -> None:
+        said.append(name)
+        in_force[:] = [name]
+
+    for name, own in {
+        "list_flash_attention_impls": lambda: ["FA2", "FA3", "FA4"], "activate_flash_attention_impl": activate,
+        "restore_flash_attention_impl": in_force.clear, "current_flash_attention_impl": lambda: in_force[0] if in_force else None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(f"torch.nn.attention.{name}", own)
+    monkeypatch.setattr(attention, "_compare", compare)
+    assert attention._trial.__wrapped__(Need("cpu", torch.bfloat16, 2, 2, 16, 16)) == "" and said == ["FA4", "FA3"]
+    why = attention._trial.__wrapped__(Need("cpu", torch.bfloat16, 2, 2, 16, 16, window=5))
+    assert why == "['FA3'] does not do it" and in_force == ["FA3"] and said == ["FA4", "FA3"]
+
+
 def test_the_last_way_takes_everything() -> None:
     way = way_for(Need("cpu", torch.bfloat16, 4, 2, 64, 16, cap=3.0))
     assert (way.name, way.attend) == ("plain torch", None)

@@ -17,9 +17,10 @@ from planaria.env import RaySettings
 from planaria.errors import CapacityError, ConfigError
 from planaria.executor.ray.cluster import connect
 from planaria.executor.ray.launcher import RayLauncher
+from planaria.topology import Infeasible, Layout
 from planaria.topology.platforms import PLATFORMS
 from tests.proc.servers import wait_until
-from tests.ray.clusters import live_groups, required, several_nodes
+from tests.ray.clusters import kill_node, live_groups, required, several_nodes
 from tests.ray.extension import Somebody
 
 MASKS = ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"]
@@ -101,6 +102,22 @@ def test_what_ranks_on_accelerators_reserve_and_are_started_with(
         connect(cluster.address, 0, {"py_modules": ["/nowhere"]})
 
 
+def test_engines_on_one_node_have_devices_of_their_own(
+    cluster: Any, weightless: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("planaria.config.resolve.usable_platform", lambda: PLATFORMS["cuda"])
+    options: dict[str, Any] = {
+        "device": "cuda", "null_worker": True, "skip_tokenizer_init": True, "distributed_executor_backend": "ray",
+        "worker_extension_cls": "tests.ray.extension.Environment",
+    }  # fmt: skip
+    with LLM(weightless, **options) as one, LLM(weightless, **options) as other:
+        places = [llm._loop.gang.places[0] for llm in (one, other)]
+        assert len({place.host for place in places}) == 1 and sorted(place.devices for place in places) == [(1,), (2,)]
+        for llm, place in zip((one, other), places, strict=True):
+            ((_, now),) = llm.collective_rpc("environment", args=[MASKS])
+            assert now == dict.fromkeys(MASKS, str(place.devices[0]))
+
+
 def launcher(ranks: int, **settings: Any) -> RayLauncher:
     parallel = ParallelConfig(tensor_parallel_size=ranks, distributed_executor_backend="ray")
     return RayLauncher(parallel, "cuda", "tests.ray.nobody:Nobody", RaySettings(**settings))
@@ -123,6 +140,31 @@ def test_a_tensor_group_on_several_nodes_is_warned_of(cluster: Any, caplog: pyte
     finally:
         for each in (two, three, inside):
             each.kill()
+
+
+def test_a_lost_node_takes_its_devices_with_it(cluster: Any) -> None:
+    """What is left is known, and a node that comes has a place for the rank."""
+    three = launcher(3)
+    try:
+        before = three.start()
+        hosts = [place.host for place in before]
+        lost = next(rank for rank in range(3) if hosts.count(hosts[rank]) == 1)
+        (node,) = cluster.worker_nodes
+        kill_node(node, before[lost].pid)
+        connection = three.ray.connection
+        assert connection is not None
+        wait_until("Ray knows", lambda: len(connection.nodes()) == 1)
+        with pytest.raises(Infeasible) as e:
+            three.replace([lost], three.layout)
+        assert e.value.nearest == Layout(tp=2)
+        cluster.add_node(num_cpus=1, num_gpus=1, include_dashboard=False)
+        wait_until("Ray knows", lambda: len(connection.nodes()) == 2)
+        after = three.replace([lost], three.layout)
+        assert (after[lost].devices, after[lost].host in hosts) == ((0,), False)
+        assert [after[rank] for rank in range(3) if rank != lost] == [before[rank] for rank in range(3) if rank != lost]
+    finally:
+        three.kill()
+        three.close()
 
 
 def test_platforms_are_to_ray_what_the_table_says() -> None:

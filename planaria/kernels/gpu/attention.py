@@ -79,18 +79,18 @@ def varlen_refusal(need: Need) -> str:
 @cache
 def _trial(need: Need) -> str:
     """Blocks are a matter of the flash attention that torch is given (its own has none): of those that are registered
-    the first that computes what it should."""
+    the first that computes what it should; or what is in force, which another layer has found good."""
     from torch.nn import attention
 
-    why = ""
-    for name in (None, *attention.list_flash_attention_impls()[::-1]):
+    why, given = "", attention.current_flash_attention_impl() is not None
+    for name in (None, *(() if given else attention.list_flash_attention_impls()[::-1])):
         try:
             if name is not None:
                 attention.activate_flash_attention_impl(name)
             return _compare(need)
         except (RuntimeError, ImportError, ValueError, TypeError, NotImplementedError, AssertionError) as e:
             why = why or (str(e).splitlines() or [type(e).__name__])[0]
-            if name is not None:
+            if name is not None and attention.current_flash_attention_impl() is not None:
                 attention.restore_flash_attention_impl()
     return why
 
