@@ -97,8 +97,8 @@ class GpuOps(ExpertKernels):
             self.drawer.follow(step.tokens, step.drawn_at)
         return step
 
-    def places(self, batch: Batch) -> Places:
-        return Places(batch, self.device)
+    def places(self, batch: Batch, most: int | None = None) -> Places:
+        return Places(batch, self.device, most)
 
     def join(self, tp: Comm, lanes: All2All | None = None, cp: Comm | None = None) -> None:
         super().join(tp, lanes, cp)
@@ -123,7 +123,8 @@ class GpuOps(ExpertKernels):
 
     def _played(self, run: Callable[[], Array], forward: Callable[[Any], Any], batch: Batch) -> Callable[[], Array]:
         """`run`, or a recording of the same."""
-        places, spare = self.places(batch), self.places(batch)
+        tokens = min(batch.max_tokens, batch.max_samples)  # of a step that is recorded
+        places, spare = self.places(batch, tokens), self.places(batch, tokens)
         most = batch.block_table.shape[1] * self._block_size
 
         def make(shape: StepShape) -> Callable[[], Any]:

@@ -39,8 +39,9 @@ class Places:
     `tables`. lines: of a recording, its tokens that are the batch's. hidden: what the stage before sent, float32
     [tokens, H]; None: nothing."""
 
-    def __init__(self, batch: Batch, device: torch.device) -> None:
-        tokens, sequences = batch.max_tokens, batch.max_seqs
+    def __init__(self, batch: Batch, device: torch.device, most: int | None = None) -> None:
+        """most: tokens of a step; None: as many as the batch has room for."""
+        tokens, sequences = most or batch.max_tokens, batch.max_seqs
         sizes = {
             "tokens": tokens, "drawn_at": tokens, "positions": tokens, "slots": tokens, "loras": tokens,
             "starts": sequences + 1, "lengths": sequences, "sample_index": batch.max_samples,
@@ -65,7 +66,7 @@ class Places:
         """Make room for what the stage before sends, if it sends anything."""
         came = batch.arrived if batch.arrived is not None else batch.hidden
         if self.hidden is None and came is not None:
-            self.hidden = torch.zeros(batch.max_tokens, came.shape[1], device=self.tables.device)
+            self.hidden = torch.zeros(len(self.here["tokens"]), came.shape[1], device=self.tables.device)
 
     def put_hidden(self, batch: Batch, own: slice | Tensor) -> None:
         """What it sent, at tokens `own`."""
