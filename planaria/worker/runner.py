@@ -275,13 +275,13 @@ class Runner:
                 self.refused[row] = f"the request can't be run: {e}"
                 return False
         if change.blocks:
-            have, more = int(self.batch.row_blocks[row]), len(change.blocks)
+            have, more = self.batch.row_blocks.item(row), len(change.blocks)
             into = have if more == 1 else slice(have, have + more)  # one alone is a third of the time
             self.batch.block_table[row, into] = change.blocks[0] if more == 1 else change.blocks
             self.batch.row_blocks[row] = have + more
-        if self.turn[row] < 0:
+        if self.turn.item(row) < 0:
             return True
-        if change.start != -1 and change.start != self.cursor[row]:
+        if change.start != -1 and change.start != self.cursor.item(row):
             raise ValueError(f"row {row} is at {self.cursor[row]}, the plan says {change.start}")
         return False
 

@@ -103,7 +103,8 @@ def test_what_one_layer_has_found_good_is_not_taken_from_it(monkeypatch: pytest.
 
     for name, own in {
         "list_flash_attention_impls": lambda: ["FA2", "FA3", "FA4"], "activate_flash_attention_impl": activate,
-        "restore_flash_attention_impl": in_force.clear, "current_flash_attention_impl": lambda: in_force[0] if in_force else None,
+        "restore_flash_attention_impl": in_force.clear,
+        "current_flash_attention_impl": lambda: in_force[0] if in_force else None,
     }.items():  # fmt: skip
         monkeypatch.setattr(f"torch.nn.attention.{name}", own)
     monkeypatch.setattr(attention, "_compare", compare)

@@ -139,7 +139,7 @@ def batch_of(counts: list[int], keys: int = 9) -> Batch:
 )  # fmt: skip
 def test_shapes(counts: list[int], keys: int, shape: tuple[int, int, int] | None) -> None:
     found = shape_of(batch_of(counts, keys), 4096)
-    assert found == (None if shape is None else StepShape(*shape))
+    assert found == (None if shape is None else (StepShape(*shape), keys))
 
 
 def test_a_shape_fits_where_steps_do() -> None:
@@ -148,7 +148,7 @@ def test_a_shape_fits_where_steps_do() -> None:
         batch.seq_start[i + 1], batch.seq_len[i] = i + 1, 1
     batch.counts[:3] = 5
     batch.counts[1] = 5
-    assert shape_of(batch, 64) == StepShape(5, 1, 512)
+    assert shape_of(batch, 64) == (StepShape(5, 1, 512), 1)
     batch.seq_start[5], batch.counts[0], batch.counts[2] = 6, 6, 6
     assert shape_of(batch, 64) is None, "five rows of two tokens are more than a step has room for"
 
@@ -180,11 +180,11 @@ def test_rows_of_nobody_store_nothing_and_see_nothing(each: int) -> None:
     places = Places(batch, torch.device("cpu"))
     for name in ("tokens", "positions", "slots", "loras"):
         getattr(batch, name)[:] = 7
-    lay_out(batch, places, 16, 8, each)
+    lay_out(batch, places, 16, 8, each, 9)
     counts = [each] * 4 + [1]
     smaller = batch_of(counts)
     smaller.slots[:], smaller.tokens[:] = np.arange(600), 5
-    lines = np.arange(8 * each)[lay_out(smaller, places, 16, 8, each)]
+    lines = np.arange(8 * each)[lay_out(smaller, places, 16, 8, each, 9)]
     assert list(lines) == list(range(4 * each + 1)), "a sequence's tokens begin at its own"
     nobody = np.delete(np.arange(8 * each), lines)
     assert set(places.host["slots"][nobody]) == {-1} and set(places.host["loras"][nobody]) == {-1}
@@ -223,7 +223,7 @@ def test_tokens_that_the_host_knows_are_not_those_of_the_step_before() -> None:
     batch.follows, batch.drawn_at[:4] = True, [2, 0, -1, 1]
     for follows, found in ((True, [2, 0, -1, 1]), (False, [-1] * 4)):
         batch.follows = follows
-        lay_out(batch, places, 16, 4, 1)
+        lay_out(batch, places, 16, 4, 1, 9)
         assert places.here["drawn_at"][:5].tolist() == [*found, -1]
 
 

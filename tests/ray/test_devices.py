@@ -105,6 +105,7 @@ def test_what_ranks_on_accelerators_reserve_and_are_started_with(
 def test_engines_on_one_node_have_devices_of_their_own(
     cluster: Any, weightless: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As have the ranks of one on several nodes: nobody sees another's, nor a number that is another node's."""
     monkeypatch.setattr("planaria.config.resolve.usable_platform", lambda: PLATFORMS["cuda"])
     options: dict[str, Any] = {
         "device": "cuda", "null_worker": True, "skip_tokenizer_init": True, "distributed_executor_backend": "ray",
@@ -116,6 +117,15 @@ def test_engines_on_one_node_have_devices_of_their_own(
         for llm, place in zip((one, other), places, strict=True):
             ((_, now),) = llm.collective_rpc("environment", args=[MASKS])
             assert now == dict.fromkeys(MASKS, str(place.devices[0]))
+    with LLM(weightless, tensor_parallel_size=3, **options) as llm:
+        of = dict[str, list[int]]()
+        for place in llm._loop.gang.places:
+            of.setdefault(place.host, []).extend(place.devices)
+        assert sorted(map(sorted, of.values())) == [[0], [1, 2]]
+        for place, (_, now) in zip(
+            llm._loop.gang.places, llm.collective_rpc("environment", args=[MASKS]), strict=True
+        ):  # fmt: skip
+            assert now == dict.fromkeys(MASKS, ",".join(map(str, sorted(of[place.host]))))
 
 
 def launcher(ranks: int, **settings: Any) -> RayLauncher:

@@ -70,17 +70,17 @@ class CudaRecorder:
         return graph.replay, out
 
 
-def shape_of(batch: Batch, most_keys: int) -> StepShape | None:
-    """Of what the batch holds; None: a step that isn't recorded."""
+def shape_of(batch: Batch, most_keys: int) -> tuple[StepShape, int] | None:
+    """Of what the batch holds, and the tokens of its longest sequence; None: a step that isn't recorded."""
     tokens, rows = int(batch.counts[0]), int(batch.counts[1])
     if batch.prefill or not 0 < rows <= MOST_ROWS or int(batch.counts[2]) != tokens:
         return None
     starts = batch.seq_start[: rows + 1]
     each = 1 if tokens == rows else int((starts[1:] - starts[:-1]).max())
-    keys, most = int(batch.seq_len[:rows].max()) + each - 1, min(_rows(rows), batch.max_seqs)
+    longest, most = int(batch.seq_len[:rows].max()), min(_rows(rows), batch.max_seqs)
     if most * each > min(batch.max_tokens, batch.max_samples):
         return None
-    return StepShape(most, each, min(_keys(keys), _keys(most_keys)))
+    return StepShape(most, each, min(_keys(longest + each - 1), _keys(most_keys))), longest
 
 
 def _rows(rows: int) -> int:

@@ -131,7 +131,7 @@ class GpuOps(ExpertKernels):
             own = copy.copy(self)
             own._owed = None
             nobody = Batch(1, 1, 1, 1)
-            lay_out(nobody, spare, self._block_size, shape.rows, shape.each)
+            lay_out(nobody, spare, self._block_size, shape.rows, shape.each, 1)
             if places.hidden is not None:  # its own, for layers add to it in place, and steps go on beside
                 spare.hidden = places.hidden.new_zeros(shape.rows * shape.each, places.hidden.shape[1])
             own._step = DeviceStep.recorded(spare, fused.put, shape[:3])
@@ -155,9 +155,10 @@ class GpuOps(ExpertKernels):
         self.graphs += [graphs, choices]
 
         def step() -> Array:  # without torch's inference mode, which takes 4 us to begin: what computes is in it
-            shape, drawer = shape_of(batch, most), self.drawer
-            if shape is None:
+            found_shape, drawer = shape_of(batch, most), self.drawer
+            if found_shape is None:
                 return run()
+            shape, longest = found_shape
             draws = drawer is not None and drawer.rows is not None and shape.each == 1
             drawn = StepShape(*shape[:3], draws, draws and drawer is not None and drawer.cuts)
             places.take_hidden(batch)
@@ -165,7 +166,7 @@ class GpuOps(ExpertKernels):
             if found is None:
                 return run()
             self.refresh_slots()
-            own = lay_out(batch, places, self._block_size, shape.rows, shape.each)
+            own = lay_out(batch, places, self._block_size, shape.rows, shape.each, longest)
             play, out = found
             play()
             if draws and drawer is not None:

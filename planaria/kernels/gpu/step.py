@@ -116,9 +116,9 @@ def _one_each(places: Places, rows: int, each: int, longest: int) -> QueryTiles:
     return QueryTiles(*own, 1 << (each - 1).bit_length(), longest)
 
 
-def lay_out(batch: Batch, places: Places, block_size: int, rows: int, each: int) -> slice | Tensor:
+def lay_out(batch: Batch, places: Places, block_size: int, rows: int, each: int, longest: int) -> slice | Tensor:
     """Put what the batch holds where a recording of so many rows, with so many tokens each, reads it: each sequence's
-    tokens at the beginning of its own. Returns the recording's tokens that are the batch's, on the device."""
+    tokens at the beginning of its own. longest: tokens of a sequence at most. Returns the recording's tokens that are the batch's, on the device."""
     host, sequences = places.fill(), int(batch.counts[1])
     starts, lengths = batch.seq_start[: sequences + 1], batch.seq_len[:sequences]
     used, total = int(starts[-1]), rows * each
@@ -144,7 +144,7 @@ def lay_out(batch: Batch, places: Places, block_size: int, rows: int, each: int)
         host["starts"][: rows + 1] = np.arange(0, total + 1, each)
         host["tile_sequences"][:rows], host["tile_firsts"][:rows] = np.arange(rows), host["starts"][:rows]
         host["sample_index"][:total] = np.arange(total)
-    places.copy(*places.take_tables(batch, int(lengths.max(initial=1)), block_size).shape)
+    places.copy(*places.take_tables(batch, longest, block_size).shape)
     places.put_hidden(batch, own)
     return own
 
