@@ -153,7 +153,6 @@ class Runner:
         if logits is None or sampler is None:
             if isinstance(self.sampler, Follower) and self.sampler.follows(samples):
                 return self._begun(at, samples, self.sampler.begin(samples), others, ahead=ahead)
-            _read(self._open)
             self.stage.drew(turn, samples, None)
             if self.speculation is not None and self.speculation.follow():
                 self.stage.take_tokens(turn, self._hear)

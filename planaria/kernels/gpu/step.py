@@ -118,7 +118,8 @@ def _one_each(places: Places, rows: int, each: int, longest: int) -> QueryTiles:
 
 def lay_out(batch: Batch, places: Places, block_size: int, rows: int, each: int, longest: int) -> slice | Tensor:
     """Put what the batch holds where a recording of so many rows, with so many tokens each, reads it: each sequence's
-    tokens at the beginning of its own. longest: tokens of a sequence at most. Returns the recording's tokens that are the batch's, on the device."""
+    tokens at the beginning of its own. longest: tokens of a sequence at most. Returns the recording's tokens that are
+    the batch's, on the device."""
     host, sequences = places.fill(), int(batch.counts[1])
     starts, lengths = batch.seq_start[: sequences + 1], batch.seq_len[:sequences]
     used, total = int(starts[-1]), rows * each
