@@ -565,6 +565,7 @@ if __name__ == "__main__":
     named = sys.argv[1:]
     if named[0] == "cuda":
         DEVICE = torch.device(named.pop(0))
+        attention._WAYS = attention._WAYS[1:]  # ours, whatever torch has
     for what in named:
         with torch.inference_mode():
             CASES[what]()
