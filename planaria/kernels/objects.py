@@ -43,14 +43,24 @@ class CodeMachine:
         )
         self.facts = (version("llvmlite"), self.triple, cpu, features)
 
-    def emit(self, module: Any) -> bytes:
-        """Object code of a parsed module."""
+    def emit(self, module: Any, *, as_written: bool = False) -> bytes:
+        """Object code of a parsed module. as_written: functions are neither inlined nor their loops changed, which in
+        code that was written with its registers and loops in mind takes more than half of the time, for nothing."""
         module.triple, module.data_layout = self.triple, str(self._machine.target_data)
         module.verify()
         builder = self.binding.create_pass_builder(
             self._machine, self.binding.create_pipeline_tuning_options(speed_level=2)
         )
-        builder.getModulePassManager().run(module, builder)
+        if as_written:
+            passes = self.binding.create_new_function_pass_manager()
+            passes.add_sroa_pass()  # variables are in registers
+            passes.add_instruction_combine_pass()
+            passes.add_simplify_cfg_pass()
+            for function in module.functions:
+                if not function.is_declaration:
+                    passes.run(function, builder)
+        else:
+            builder.getModulePassManager().run(module, builder)
         return bytes(self._machine.emit_object(module))
 
     def load(self, code: bytes, external: Iterable[str] = ()) -> Any:

@@ -29,6 +29,9 @@ MAX_BYTES = 64 << 20  # of all answers that are kept or are being recorded
 LEAST = 8 << 10  # bytes that an answer counts for, however short
 CHUNK = 64 << 10  # bytes that a reader is given at a time
 LONG_BODY = 1 << 20  # bytes from which a body is hashed in a thread
+# Refusals that another moment may not bring, for which clients send a request again by themselves; and 422: another
+# request has the key, which another server knows.
+PASSING = (404, 408, 409, 422, 429)
 _KEY = re.compile(rb"[^\x00-\x1f\x7f]{1,%d}\Z" % MAX_KEY)
 
 
@@ -64,8 +67,7 @@ class Recording:
             self.over = True
             # An error within a stream has a status of 200, and is known to the line of the log.
             well = self.status < 500 and (self.status >= 400 or self.info.error is None)
-            well = well and self.status != 422  # another request than this has the key, which another server knows
-            if self.whole and well and self.size:
+            if self.whole and well and self.status not in PASSING and self.size:
                 self.timer = asyncio.get_running_loop().call_later(AGE, self.store.forget, self)
             else:
                 self.store.forget(self)

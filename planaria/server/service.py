@@ -181,6 +181,9 @@ class Service(Admission):
         length = sum(map(len, texts))
         if length <= LONG_TEXT:
             return [one(i) for i in range(len(texts))]
+        tokenizer = self.need_tokenizer(param)
+        if limit is not None and max(map(len, texts)) > limit and not tokenizer.measured:
+            await self.in_thread(lambda: tokenizer.longest_token, gone)
         for text in texts:
             self.check_length(text, limit, param)
         ids: list[list[int]] = []
@@ -207,8 +210,9 @@ class Service(Admission):
                 f"{param} has {len(text)} characters; at most {MAX_TEXT} are tokenised at a time",
                 param=param, code="invalid_value",
             )  # fmt: skip
-        limit = limit if limit is not None else len(text)
         slack = NORMALIZER_SLACK if tokenizer.backend.normalizer is not None else 1
+        if limit is None or len(text) <= limit * slack:
+            return
         least = len(text) // (tokenizer.longest_token * slack)
         if least > limit:
             raise RequestError(
@@ -252,8 +256,6 @@ class Service(Admission):
         return self.client.facts is None
 
     async def ready(self) -> None:
-        if self.tokenizer is not None:
-            _ = self.tokenizer.longest_token  # takes long, and nobody waits as yet
         await self.client.ready()
 
     def begin(self) -> None:

@@ -83,10 +83,21 @@ class Tokenizer:
                 shown.pieces = (self.pieces[False], Pieces(shown, True))
         return self._showing[marks]
 
+    @property
+    def measured(self) -> bool:
+        """Is `longest_token` known?"""
+        return "longest_token" in vars(self)
+
     @functools.cached_property
     def longest_token(self) -> int:
-        """In characters. It takes as long as there are tokens."""
-        return max(map(len, self.backend.get_vocab()), default=1)
+        """In characters. Takes as long as there are tokens; they are looked at one by one, and other threads run on."""
+        backend, longest = self.backend, 1
+        for id in range(backend.get_vocab_size()):
+            token = backend.id_to_token(id)
+            if token is None:  # numbers that no token has
+                return max(map(len, backend.get_vocab()))
+            longest = max(longest, len(token))
+        return longest
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; with `add_special_tokens`, what the model's post-processor adds (often a BOS)."""

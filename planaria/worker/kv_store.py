@@ -17,6 +17,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import stat
 import struct
 import time
@@ -36,6 +37,7 @@ TICK = 10**8  # nanoseconds
 BREATH = 0.001  # seconds after each folder, so that a look at many files keeps no step waiting
 
 HexNames = frozenset("0123456789abcdef")
+_WORK = re.compile(r"\.\d+-[0-9a-f]+-\d+\Z")  # names of files that aren't published yet: what else there is isn't ours
 
 
 class StoreError(Exception):
@@ -149,7 +151,7 @@ class BlockStore:
             return []
         gone = self._make_room() if self._since >= self.most // PART else []
         self._count += 1
-        work = self.folder / f".{os.getpid()}-{id(self):x}-{self._count}"
+        work = self.folder / f".{os.getpid()}-{id(self):x}-{self._count}"  # see _WORK
         try:
             for folder in (self.folder, self.own, path.parent):
                 folder.mkdir(mode=0o700, exist_ok=True)
@@ -206,7 +208,7 @@ class BlockStore:
         """When it was used, its bytes and its path, of each block of any store in the folder."""
         now = time.time()
         for entry in _entries(self.folder):
-            if entry.name.startswith(".") and entry.name != ".lock":
+            if _WORK.match(entry.name):
                 with contextlib.suppress(OSError):
                     if now - entry.stat(follow_symlinks=False).st_mtime > ABANDONED:
                         os.unlink(entry.path)

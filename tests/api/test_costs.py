@@ -6,6 +6,7 @@ import asyncio
 import copy
 import json
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -106,12 +107,26 @@ async def test_many_tokens_are_looked_at_and_become_text_beside_the_event_loop(s
         assert answer.status_code == 400 and "token id 1000000" in answer.text
 
 
-async def test_how_long_a_token_may_be_is_known_before_anybody_asks(tokenizer):
-    """All of the vocabulary is looked at for it."""
-    fresh = copy.copy(tokenizer)
+async def test_how_long_a_token_may_be_is_found_out_when_a_text_may_be_too_long(tokenizer):
+    """All of the vocabulary is looked at for it, beside the event loop, and no start waits for that."""
+    fresh, threads = copy.copy(tokenizer), []
     vars(fresh).pop("longest_token", None)
-    async with running(FakeEngine(fresh), fresh, eos_ids=(2,)):
-        assert vars(fresh)["longest_token"] == tokenizer.longest_token > 10
+    look = fresh.backend.get_vocab_size
+
+    def counted():
+        threads.append(threading.current_thread().name)
+        return look()
+
+    backend = tokenizer.backend
+    fresh.backend = SimpleNamespace(
+        get_vocab_size=counted, id_to_token=backend.id_to_token, normalizer=backend.normalizer
+    )
+    async with running(FakeEngine(tokenizer), fresh, eos_ids=(2,)) as server, server.http() as http:
+        assert not threads and not fresh.measured
+        answer = await http.post("/v1/completions", json={"prompt": "x" * 200_000, "max_tokens": 1})
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
+    assert len(threads) == 1 and "text" in threads[0]
+    assert fresh.longest_token == tokenizer.longest_token > 10
 
 
 async def test_work_for_who_has_left_is_not_done(tokenizer):

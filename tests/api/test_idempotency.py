@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from planaria.errors import RequestError
 from planaria.server import idempotency
 from planaria.server.gate import RequestInfo
 from planaria.server.idempotency import Idempotency
@@ -208,6 +209,23 @@ async def test_a_refusal_is_kept(server):
         first, second = [await http.post(C, json={**BODY, "n": 1000}, headers=KEY) for _ in range(2)]
     assert first.status_code == second.status_code == 400 and first.content == second.content
     assert REPLAYED in second.headers
+
+
+@pytest.mark.parametrize("status", [404, 408, 409, 429])
+async def test_a_refusal_of_the_moment_is_not_kept(server, monkeypatch, status):
+    """Clients send the same request again by themselves, with the same key: not to hear the same for an hour."""
+    with monkeypatch.context() as patch:
+
+        def not_now(*args):
+            raise RequestError("not now", status=status)
+
+        patch.setattr(Service, "admit", not_now)
+        async with server.http() as http:
+            refused = await http.post(C, json=BODY, headers=KEY)
+    async with server.http() as http:
+        answer = await http.post(C, json=BODY, headers=KEY)
+    assert refused.status_code == status
+    assert answer.status_code == 200 and REPLAYED not in answer.headers
 
 
 async def test_an_internal_error_is_everybodys_and_not_kept(server, monkeypatch):

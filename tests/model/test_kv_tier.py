@@ -295,14 +295,16 @@ def test_a_folder_is_shared_by_two_writers(tmp_path: Path) -> None:
         for number in (1, 2, 3):
             reader.read(KEYS[number], memoryview(into))
             assert into == payload(number)
-    half = tmp_path / "kv" / ".1234-killed-1"
+    half, somebodys = tmp_path / "kv" / ".1234-7fab-1", tmp_path / "kv" / ".profile"
     half.write_bytes(b"half of it")
+    somebodys.write_bytes(b"of a folder that has more in it than blocks")
     assert len(one.keys()) == 3 * 16
     one._make_room()
     assert half.exists()
-    os.utime(half, (0, 0))
+    for file in (half, somebodys):
+        os.utime(file, (0, 0))
     one._make_room()
-    assert not half.exists() and len(files(tmp_path / "kv")) == 3
+    assert not half.exists() and somebodys.exists() and len(files(tmp_path / "kv")) == 3
 
 
 # -- a rank's threads

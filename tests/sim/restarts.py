@@ -60,7 +60,6 @@ class Words:
 
     strip_space = False
     special_ids: frozenset[int] = frozenset()
-    longest_token = 3
     pieces = (dict(enumerate(TOKENS)),) * 2
 
     def showing(self, marks: tuple[str, ...]) -> Words:

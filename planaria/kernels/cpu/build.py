@@ -119,7 +119,7 @@ def _text(target: Target, kind: str) -> str:
 def compile_object(target: Target, kind: str = "") -> bytes:
     """Object code for one target: of everything but packed kinds, with the C symbol `planaria_run`, or of one kind."""
     machine = _machine(target)
-    return machine.emit(machine.binding.parse_assembly(_text(target, kind)))
+    return machine.emit(machine.binding.parse_assembly(_text(target, kind)), as_written=True)
 
 
 def ensure(target: Target, cache_dir: Path | None = None, kind: str = "") -> bytes:
