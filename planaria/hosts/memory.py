@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
+from planaria.hosts.mapping import HUGE, map_file
 from planaria.node import Shared, available_memory, home
 from planaria.topology.layout import Layout
 
@@ -36,7 +37,7 @@ INDEX = 1 << 20  # where it begins
 PART = 1 << 40  # bytes of addresses, for each part
 SUMS = 1 << 30  # bytes at the end of a part, for checksums
 KEPT = 1 << 39  # bytes of a part before what is kept beside caches
-ALIGN = 2 << 20
+ALIGN = HUGE
 LOOK = 0.005  # seconds
 _PUNCH_HOLE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 
@@ -150,7 +151,8 @@ class KVMemory:
         size += count * ALIGN
         if self.keepers is not None:
             return KVPart(self._take(self.keepers, rank, number, size))
-        return KVPart(memoryview(mmap.mmap(self._fd, size, offset=PART * (_part(rank, number) + 1))))
+        size, access = -(-size // ALIGN) * ALIGN, mmap.PROT_READ | mmap.PROT_WRITE
+        return KVPart(map_file(self._fd, PART * (_part(rank, number) + 1), size, access)[0])
 
     def _name(self, *of: int) -> str:
         """Of parts on devices: of all, of a rank's, of one with a number."""

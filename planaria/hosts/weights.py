@@ -10,8 +10,6 @@ names it and nobody has it mapped. Where ranks compute on devices, bytes are the
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import fcntl
 import logging
 import mmap
@@ -22,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from planaria.hosts.mapping import HUGE, collapse, for_good, map_file
 from planaria.hosts.memory import give_back, make_file, reopened
 from planaria.node import Shared
 
@@ -38,7 +37,6 @@ NAMES, NAME = SLOTS * LINE, 4  # where the table begins, words of an entry: engi
 NUM_NAMES = 4096
 HEADER = 1 << 20
 PART = 1 << 40  # bytes of addresses, for each part
-HUGE = 2 << 20
 ALIGN = 64
 WINDOW = 256 << 20  # bytes that a writer maps at a time, at least
 AHEAD = 64 << 20  # bytes that are put into huge pages at a time
@@ -48,7 +46,6 @@ PATIENCE = 10.0  # seconds for the table, which is held for microseconds
 STALLED = 60.0  # seconds without progress after which who waits for a part reads it for itself
 IN_ALL = 1000  # of `DONE`
 
-_MAP_SHARED_FIXED, _MADV_COLLAPSE = 0x11, 25
 
 
 class _Descriptor:
@@ -63,34 +60,6 @@ class _Descriptor:
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # also when modules are gone
         close(self.number)
-
-
-class _Mapped(mmap.mmap):
-    """Addresses, at which a part of a file is. descriptor: that its lock is on."""
-
-    descriptor: _Descriptor
-
-
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [
-        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
-    ]  # fmt: skip
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return libc
-
-
-def _map(descriptor: _Descriptor, start: int, size: int, access: int) -> tuple[memoryview, int]:
-    """Of the file, from a multiple of a huge page on, at such an address: else the system can't use them. And the
-    address. Raises OSError."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    mapped = _Mapped(-1, size + HUGE, flags=flags)
-    mapped.descriptor = descriptor
-    base = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-    skip = -base % HUGE
-    if _libc().mmap(base + skip, size, access, _MAP_SHARED_FIXED, descriptor.number, start) != base + skip:
-        raise OSError(ctypes.get_errno(), "memory of weights can't be mapped")
-    return memoryview(mapped)[skip : skip + size], base + skip
 
 
 def _lock(fd: int, kind: int, at: int) -> bool:
@@ -111,7 +80,7 @@ class WrittenPart:
     """A whole one, to be read. memory: of its things, and `manifest`: what was said of them."""
 
     def __init__(self, descriptor: _Descriptor, start: int, size: int, manifest: int) -> None:
-        every, _ = _map(descriptor, start, size, mmap.PROT_READ)
+        every, _ = map_file(descriptor.number, start, size, mmap.PROT_READ, descriptor)
         self.memory, self.manifest = every[:manifest].toreadonly(), bytes(every[manifest:size])
 
 
@@ -136,23 +105,24 @@ class UnwrittenPart:
             self._from = at // HUGE * HUGE
             length = max(WINDOW, -(-(at + size - self._from) // HUGE) * HUGE)
             access = mmap.PROT_READ | mmap.PROT_WRITE
-            self._window, self._address = _map(self._descriptor, self._start + self._from, length, access)
+            held = self._descriptor
+            self._window, self._address = map_file(held.number, self._start + self._from, length, access, held)
         self._used = at + size
         if self._huge and self._used > self._ready:
             self._make_ready()
         return at, self._window[at - self._from : at - self._from + size]
 
     def _make_ready(self) -> None:
-        """Put memory that is taken next into huge pages. The system does so where there is a page already, whatever its
-        setting for shared memory says."""
+        """Put memory that is taken next into huge pages."""
         first = max(self._ready, self._from)
         last = min(max(first + AHEAD, -(-self._used // HUGE) * HUGE), self._from + len(self._window))
         for at in range(first, last, HUGE):
             self._window[at - self._from] = 0
-        if _libc().madvise(self._address + first - self._from, last - first, _MADV_COLLAPSE):
-            why = ctypes.get_errno()
-            logger.info("weights that are shared stay in small pages, at least in part: %s", os.strerror(why))
-            self._huge = why != errno.EINVAL  # which it will be again
+        try:
+            collapse(self._address + first - self._from, last - first)
+        except OSError as e:
+            logger.info("weights that are shared stay in small pages, at least in part: %s", e.strerror)
+            self._huge = not for_good(e)
         self._ready = last
 
     def progress(self, fraction: float) -> None:

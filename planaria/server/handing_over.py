@@ -32,6 +32,7 @@ from planaria.server.replace_messages import (
     Ask,
     Declined,
     Given,
+    GoneResponse,
     IdleConnection,
     KeptResponse,
     Offer,
@@ -136,9 +137,7 @@ class HandingOver:
             case Stop(), "replaced":
                 self.life.on_signal(signal.SIGTERM)
             case Withdraw(), _:
-                entry = self.life.service.responses.known.get(message.id)
-                if entry is not None and entry.run is not None:
-                    entry.run.cancel(message.why)
+                response_passing.withdraw(self.life.service.responses, message.id, message.why)
             case _:
                 logger.warning("process %d, which takes over, says %s out of turn", self.successor, message)
 
@@ -196,7 +195,7 @@ class HandingOver:
         packets, responses = self.packets, self.life.service.responses
         assert packets is not None
         why = "" if self.life.lend() else "it is about to end"
-        if not why and not await response_passing.lend(responses, self._written):
+        if not why and not await response_passing.lend(responses, self._written, self._deleted):
             why = "its journal can't be written"
         if why or packets.closed:
             packets.send(Declined(why))
@@ -255,6 +254,11 @@ class HandingOver:
             logger.error("response %s stays here alone: %s", entry.kept.head.id, e)
         finally:
             os.close(fd)
+
+    def _deleted(self, id: str) -> None:
+        """The successor is to forget this response."""
+        if self.packets is not None:
+            self.packets.send(GoneResponse(id))
 
     def _replaced(self) -> None:
         assert self.packets is not None

@@ -13,7 +13,7 @@ import msgspec
 from planaria.node import Keeping
 from planaria.server.root_messages import Kill, Serving, State, Stop
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
@@ -76,5 +76,11 @@ class KeptResponse(msgspec.Struct, frozen=True, tag="kept"):
     id: str
 
 
+class GoneResponse(msgspec.Struct, frozen=True, tag="gone"):
+    """One that is kept no longer."""
+
+    id: str
+
+
 ToFirst = Ask | Take | State | Serving | Stop | Withdraw
-ToSuccessor = Declined | Offer | Given | Yours | Kill | IdleConnection | KeptResponse
+ToSuccessor = Declined | Offer | Given | Yours | Kill | IdleConnection | KeptResponse | GoneResponse

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from planaria.server.journal import Journal
+from planaria.server.journal_queue import Op
 from planaria.server.kept import Kept
 from planaria.server.records import Record
-from planaria.server.response_store import Entry, ResponseStore
+from planaria.server.response_store import DELETED, Entry, ResponseStore
 
 
 class RunElsewhere:
@@ -24,13 +26,19 @@ class RunElsewhere:
         self.entry.wake()
 
 
-async def lend(store: ResponseStore, on_kept: Callable[[Entry], None]) -> bool:
+async def lend(store: ResponseStore, on_kept: Callable[[Entry], None], on_gone: Callable[[str], None]) -> bool:
     """Have another server keep them. What runs goes on here, and is told as it comes; on_kept: hears of each that
-    has ended since, or has begun in the background. False: the journal can't be written."""
-    journal, store.journal, store.on_kept = store.journal, None, on_kept
+    has ended since, or has begun in the background; on_gone: of each that is kept no longer. False: the journal can't
+    be written."""
+    store.at_rest, gone = {id for id, entry in store.known.items() if entry.kept.end is not None}, store.gone
+
+    def forgotten(id: str) -> None:
+        gone.append(id)
+        on_gone(id)
+
+    journal, store.journal, store.on_kept, store.on_gone = store.journal, None, on_kept, forgotten
     if journal is not None and not await journal.lend():
-        store.journal, store.on_kept = journal, None
-        _write_open(store)
+        _keep_again(store, journal)
         return False
     store.lent = journal
     for entry in store.known.values():
@@ -42,18 +50,23 @@ def take_back(store: ResponseStore) -> bool:
     """False: the other has not let go of the journal yet."""
     if store.lent is not None and not store.lent.take_back():
         return False
-    store.journal, store.lent, store.on_kept = store.lent, None, None
-    _write_open(store)
+    _keep_again(store, store.lent)
+    store.lent = None
     return True
 
 
-def _write_open(store: ResponseStore) -> None:
-    """What came meanwhile."""
-    if store.journal is not None:
-        for entry in store.known.values():
-            if entry.durable:
-                entry.durable = entry.kept.end is None
+def _keep_again(store: ResponseStore, journal: Journal | None) -> None:
+    """And write what has come meanwhile, also of those that began."""
+    store.journal, store.on_kept, store.on_gone = journal, None, None
+    if journal is not None:
+        for id in store.gone:
+            journal.put(Op("remove", id))
+        for id, entry in store.known.items():
+            ended = entry.kept.end is not None
+            if id not in store.at_rest and (ended or entry.kept.head.background):
+                entry.durable = not ended
                 store.rewrite(entry)
+    store.gone.clear()
 
 
 def runs_elsewhere(store: ResponseStore, id: str, end: Callable[[str, str], None]) -> None:
@@ -85,6 +98,21 @@ def bring(store: ResponseStore, records: list[Record], end: Callable[[str, str],
     if store.journal is not None and entry.listed:
         store.rewrite(entry)
     entry.wake()
+
+
+def withdraw(store: ResponseStore, id: str, why: str) -> None:
+    """End what runs here, as another process says that has it, too; and forget it, where that one has."""
+    entry = store.known.get(id)
+    if entry is not None and why == DELETED:
+        store.forget(entry)
+    elif entry is not None and entry.run is not None:
+        entry.run.cancel(why)
+
+
+def forget(store: ResponseStore, id: str) -> None:
+    """Another process that has it has been told to."""
+    if (entry := store.known.get(id)) is not None:
+        store.forget(entry)
 
 
 def none_elsewhere(store: ResponseStore) -> None:

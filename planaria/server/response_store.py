@@ -35,6 +35,7 @@ MAX_RESPONSE = 32 << 20  # of one, when it begins
 MAX_BACKGROUND = 1024  # that run, or wait to
 ACCEPTED = 10.0  # seconds in which a file must be safe, or its request is refused
 WATCH = 1.0  # seconds between two looks whether the disk answers
+DELETED = "deleted"  # why what ran behind one ended
 SWEEP = 600.0  # seconds between two looks at what is too old
 
 
@@ -99,7 +100,10 @@ class ResponseStore:
         self.over: dict[str, dict[str, Entry]] = {}  # of each owner those that have ended, the first one first
         self.tasks = Background()
         self.lent: Journal | None = None  # the journal, while another server has it
+        self.at_rest: set[str] = set()  # responses that had ended before that
+        self.gone: list[str] = []  # responses that were forgotten meanwhile
         self.on_kept: Callable[[Entry], None] | None = None  # hears of what another server is to have
+        self.on_gone: Callable[[str], None] | None = None  # and of what it is to forget
         self._sweeping: asyncio.TimerHandle | None = None
         self._watching: asyncio.TimerHandle | None = None
 
@@ -306,8 +310,8 @@ class ResponseStore:
             return
         entry.listed = False
         del self.known[head.id]
-        if head.key:
-            self.by_key.pop((head.owner, head.key), None)
+        if head.key and self.by_key.get((head.owner, head.key)) is entry:
+            del self.by_key[head.owner, head.key]
         self.unfinished.pop(head.id, None)
         own = self.over.get(head.owner, {})
         if own.pop(head.id, None) is not None and not own:
@@ -316,8 +320,10 @@ class ResponseStore:
         self.failing.discard(head.id)
         if self.journal is not None:
             self.journal.put(Op("remove", head.id))
+        if self.on_gone is not None:
+            self.on_gone(head.id)
         if entry.run is not None and entry.kept.head.background:
-            entry.run.cancel("deleted")
+            entry.run.cancel(DELETED)
 
     def charge(self, entry: Entry) -> None:
         size = entry.kept.size if entry.listed else 0

@@ -38,6 +38,7 @@ from planaria.server.replace_messages import (
     Ask,
     Declined,
     Given,
+    GoneResponse,
     IdleConnection,
     KeptResponse,
     Offer,
@@ -111,7 +112,7 @@ class TakingOver:
         self._gone = asyncio.Event()
         self._fleet: Fleet | None = None
         self._life: Lifecycle[Service] | None = None
-        self._written: dict[str, bytes] = {}  # responses, until there is somebody to keep them
+        self._written: dict[str, bytes] = {}  # responses, until there is somebody to keep them; of one that is gone none
         self._running: list[str] = []
         self._idle: list[socket.socket] = []
         self._mine = False  # all of it is here for good
@@ -149,6 +150,9 @@ class TakingOver:
                 with open(fds.pop(), "rb") as file:
                     file.seek(0)
                     self._written[message.id] = file.read()
+                self._bring()
+            case GoneResponse():
+                self._written[message.id] = b""
                 self._bring()
             case IdleConnection():
                 self._idle.append(socket.socket(fileno=fds.pop()))
@@ -258,8 +262,11 @@ class TakingOver:
     def _bring(self) -> None:
         if self._life is not None:
             responses = self._life.service.responses
-            for data in self._written.values():
-                response_passing.bring(responses, scan(data)[0], self._withdraw)
+            for id, data in self._written.items():
+                if data:
+                    response_passing.bring(responses, scan(data)[0], self._withdraw)
+                else:
+                    response_passing.forget(responses, id)
             self._written = {}
 
     def _withdraw(self, id: str, why: str) -> None:

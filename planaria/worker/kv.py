@@ -31,6 +31,7 @@ from planaria.topology.layout import Layout
 from planaria.worker.connector import RankConnector, Unconnected
 from planaria.worker.device import keepers_of
 from planaria.worker.kv_layout import CACHES, full_of, parts_of_kv, recut
+from planaria.worker.kv_pages import HugeBlocks
 from planaria.worker.kv_shared import SharedKV
 from planaria.worker.kv_sums import BlockSums
 
@@ -59,6 +60,7 @@ class RankKV:
         self.shared: SharedKV | None = None  # of other engines, in this epoch
         self.peers: KVPeers | None = None  # ranks of other servers
         self.sums: BlockSums | None = None
+        self.pages: HugeBlocks | None = None  # of the model's caches, in memory of the node
         self.enter(boot)
 
     def enter(self, boot: RankBoot) -> None:
@@ -70,9 +72,10 @@ class RankKV:
         if self.memory is not None and self.memory.origin == shared:
             self.memory.keepers = keepers
             return
+        self.unmap()
         if self.memory is not None:
             self.memory.close()
-        self.memory, self.made = None, None
+        self.memory = None
         if shared is not None and (self.on_host or keepers is not None):
             try:
                 self.memory = KVMemory.of(shared, keepers)
@@ -88,7 +91,7 @@ class RankKV:
     def forget(self, model: Any) -> None:
         """It counts for nothing, and its memory is given back."""
         self.disconnect()
-        self.made = None
+        self.unmap()
         if model is not None:
             model.drop_kv()
         if self.memory is not None:
@@ -124,12 +127,16 @@ class RankKV:
     def unmap(self) -> None:
         """There is no model any more that computes in it."""
         self.made = None
+        if self.pages is not None:
+            self.pages.close()
+            self.pages = None
 
     def make(self, model: Any, ops: Ops, num_blocks: int, block_size: int, number: int) -> None:
         """Have caches of this KV, with all that is in its part. Raises CapacityError."""
         self.own = bool(number) and self.made == (self.rank, number)
         if self.own:
             return
+        self.unmap()
         try:
             if self.memory is not None:
                 size = num_blocks * model.kv_block_bytes(block_size)
@@ -143,6 +150,8 @@ class RankKV:
         self.made = self.rank, number
         if self.memory is not None and kept:
             self.memory.made(self.rank, number)
+            if self.on_host:
+                self.pages = HugeBlocks(model.kv_blocks(block_size))
 
     def _part(self, memory: KVMemory, number: int, size: int, count: int) -> KVPart | None:
         """That outlives this process; None: a device's keeper has none."""
@@ -280,6 +289,8 @@ class RankKV:
         """The step was computed. What came of what was begun with it, and with those before."""
         if self.sums is not None:
             self.sums.filled(plan.lanes[lane], runner)
+        if self.pages is not None and (blocks := [max(row.blocks) for row in plan.lanes[lane] if row.blocks]):
+            self.pages.written(max(blocks))
         said = [self.shared.finished()] if self.shared is not None else []
         waits = bool(plan.kv) and plan.kv[lane].waits
         if self.peers is not None:

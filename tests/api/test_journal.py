@@ -16,7 +16,7 @@ import pytest
 
 from planaria.errors import ConfigError
 from planaria.server import journal as files
-from planaria.server import kept
+from planaria.server import kept, response_passing
 from planaria.server.journal import Journal
 from planaria.server.journal_files import JournalFiles
 from planaria.server.journal_queue import Op
@@ -210,6 +210,71 @@ async def test_a_shutdown_sets_aside_what_runs(start, engine, tmp_path):
         server.engine.gate.set()
         assert (await follow(server.client(), id))[-1]["type"] == "response.incomplete"
         assert [len(sent.output) for sent in server.engine.submitted] == [1]
+
+
+async def test_what_came_while_another_server_had_the_journal_is_in_it_when_it_is_back(start, engine, tmp_path):
+    """One that was to take this server's place ended; then this one does."""
+    async with start(engine(), journal=str(tmp_path / "a")) as server:
+        store, client = server.engine.store, server.client()
+        before = await begin(server)
+        await server.engine.until(lambda: server.engine.open)
+        deleted = await client.responses.create(**GREEDY, input="Hello", **MORE, background=True)
+        told: list[str] = []
+        assert await response_passing.lend(store, lambda entry: None, told.append)
+        await client.responses.delete(deleted.id)
+        assert told == [deleted.id]
+        await server.engine.until(lambda: len(server.engine.open) == 1)
+        later = await begin(server)
+        await server.engine.until(lambda: len(server.engine.open) == 2)
+        server.engine.gate.set()
+        ended = await client.responses.create(**GREEDY, input="Hello", **MORE)
+        for id in (before, later):
+            await follow(client, id)
+        server.engine.gate.clear()
+        running = await begin(server)
+        await server.engine.until(lambda: server.engine.open)
+        assert response_passing.take_back(store)
+        async with asyncio.timeout(60):
+            while not store.journal._settled():
+                await asyncio.sleep(0.002)
+        copy = await at_death(server, tmp_path / "b", 1)
+        server.engine.gate.set()
+    async with start(engine(), journal=str(copy)) as server:
+        client = server.client()
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(deleted.id)
+        for id in (before, later, ended.id):
+            assert (await client.responses.retrieve(id)).status == "incomplete"
+        server.engine.gate.set()
+        assert (await follow(client, running))[-1]["type"] == "response.incomplete"
+        assert [len(sent.output) for sent in server.engine.submitted] == [1]
+
+
+async def test_what_is_deleted_in_one_server_is_gone_in_the_other(start, engine):
+    """While one takes the other's place, whichever is asked."""
+    async with start(engine()) as first, start(engine()) as second:
+        stores = [server.engine.store for server in (first, second)]
+
+        def withdraw(id: str, why: str) -> None:
+            response_passing.withdraw(stores[0], id, why)
+
+        def bring(entry: Any) -> None:
+            response_passing.bring(stores[1], scan(entry.kept.file())[0], withdraw)
+
+        assert await response_passing.lend(stores[0], bring, lambda id: response_passing.forget(stores[1], id))
+        for asked, number in ((first, 1), (second, 2)):
+            id = await begin(first)
+            await first.engine.until(lambda: first.engine.open)
+            assert all(id in store.known for store in stores)
+            await asked.client().responses.delete(id)
+            await first.engine.until(lambda: not first.engine.open)
+            async with asyncio.timeout(60):
+                while stores[0].service.requests:  # until it has ended where it ran
+                    await asyncio.sleep(0.002)
+            assert len(first.engine.cancelled) == number
+            for server in (first, second):
+                with pytest.raises(openai.NotFoundError):
+                    await server.client().responses.retrieve(id)
 
 
 async def test_without_a_journal_a_shutdown_waits(start, engine):

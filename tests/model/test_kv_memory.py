@@ -5,20 +5,25 @@ themselves is not gone.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
+import queue
 import signal
 import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from planaria.hosts.mapping import HUGE, collapse
 from planaria.hosts.memory import RANKS, KVMemory
 from planaria.layers.decoder import Model
 from planaria.topology import Layout
 from planaria.wire import ResizeEngine
 from planaria.worker.kv import RankKV
+from planaria.worker.kv_pages import HugeBlocks
 from planaria.worker.runner import Runner
 from tests.model.checkpoints import write_checkpoint
 from tests.model.engines import Engine, ask_for, texts
@@ -213,3 +218,48 @@ def test_what_is_forgotten_leaves_no_descriptor() -> None:
     inode = memory.origin.inode
     del memory
     assert held(inode) == 0
+
+
+def test_what_steps_come_to_write_is_in_huge_pages_and_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A little ahead of them; of a cache that has less than half a page there would be mostly nothing."""
+    memory = KVMemory.make()
+    assert memory is not None
+    size, count, put = 8 << 10, 3 * HUGE // (8 << 10), queue.SimpleQueue[int]()
+    part = memory.part(0, 1, 2 * size * count, 2)
+    caches = [np.frombuffer(part.take(size * count), np.uint8).reshape(count, size) for _ in range(2)]
+    first = [int(cache.ctypes.data) for cache in caches]
+    assert not any(at % HUGE for at in first)
+    refused: list[OSError] = []
+
+    def noted(address: int, length: int) -> None:
+        try:
+            collapse(address, length)
+        except OSError as e:
+            if e.errno == errno.EAGAIN:
+                raise
+            refused.append(e)
+        put.put(address)
+
+    monkeypatch.setattr("planaria.worker.kv_pages.collapse", noted)
+    pages = HugeBlocks(caches)
+    numbers = np.random.default_rng(0).integers(0, 256, (2, count, size), np.uint8)
+    half = HUGE // size // 2
+    for cache, there in zip(caches, numbers, strict=True):
+        cache[: half - 1] = there[: half - 1]
+    pages.written(half - 2)
+    assert put.empty() and pages._thread is None
+    for at in range(half - 1, count):
+        for cache, there in zip(caches, numbers, strict=True):
+            cache[at] = there[at]
+        pages.written(at)
+    assert sorted(put.get(timeout=60) for _ in range(6)) == [at + page * HUGE for at in first for page in range(3)]
+    assert all((cache == there).all() for cache, there in zip(caches, numbers, strict=True))
+    pages.close()
+    assert put.empty()
+    if refused:
+        pytest.skip(f"this system has no huge pages for memory files: {refused[0]}")
+    with open("/proc/self/smaps") as file:
+        found = [lines.split() for lines in file if lines.startswith(("ShmemPmdMapped", "FilePmdMapped"))]
+    assert sum(int(words[1]) for words in found) >= 6 * HUGE >> 10
+    assert memory.num_bytes >= 6 * HUGE
+    memory.end()
