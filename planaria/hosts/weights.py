@@ -47,7 +47,6 @@ STALLED = 60.0  # seconds without progress after which who waits for a part read
 IN_ALL = 1000  # of `DONE`
 
 
-
 class _Descriptor:
     """Of a process, and of all that has it: a lock on it lives as long."""
 

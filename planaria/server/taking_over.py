@@ -112,7 +112,7 @@ class TakingOver:
         self._gone = asyncio.Event()
         self._fleet: Fleet | None = None
         self._life: Lifecycle[Service] | None = None
-        self._written: dict[str, bytes] = {}  # responses, until there is somebody to keep them; of one that is gone none
+        self._written: dict[str, bytes] = {}  # responses, for who will keep them; of a gone one: nothing
         self._running: list[str] = []
         self._idle: list[socket.socket] = []
         self._mine = False  # all of it is here for good
