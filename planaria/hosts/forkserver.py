@@ -111,6 +111,7 @@ class ForkServer:
         self._began_with = _concerns(modules)
         self._imported = self._fails = self._over = False
         self._codes: dict[int, int] = {}
+        self._forks: set[int] = set()  # pids of those whose code nobody has asked for
         self._answer = Future[tuple[int, int]]()  # to the last fork
         self._process: subprocess.Popen[bytes] | ForkedServer
         life, ours = os.pipe()
@@ -141,11 +142,18 @@ class ForkServer:
         _send(self.port, Fork(os.getpid(), module, tuple(args), _here(), env), (self._life.fileno(), *fds))
         limit = ANSWER if self._imported else IMPORTS
         try:
-            return answer.result(limit)
+            found = answer.result(limit)
         except TimeoutError:
             if answer.cancel():
                 raise TimeoutError(f"its server has not answered for {limit:g} s") from None
-            return answer.result()  # it came just now
+            found = answer.result()  # it came just now
+        self._forks.add(found[0])
+        return found
+
+    @property
+    def spent(self) -> bool:
+        """It has ended, and so has all that it forked."""
+        return self._process.poll() is not None and not self._forks
 
     def hear(self) -> bool:
         """Something it says. False: nothing any more."""
@@ -181,6 +189,7 @@ class ForkServer:
         until = time.monotonic() + SOON
         while pid not in self._codes and not self._over and readable(self.port.fileno(), until - time.monotonic()):
             self.hear()
+        self._forks.discard(pid)
         return self._codes.pop(pid, -signal.SIGKILL)
 
     def close(self) -> None:

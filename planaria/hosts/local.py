@@ -353,6 +353,9 @@ class LocalHost:
         if server is not None and server.in_vain(modules):
             return None
         if server is None or not server.fits(modules):
+            for spent in [each for each in self._servers if each.spent]:
+                self._servers.remove(spent)
+                spent.close()
             server = keeper().done(lambda: keeper().serve(modules))
             self._servers.append(server)
         try:

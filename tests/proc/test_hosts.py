@@ -226,7 +226,13 @@ def test_forks_outlive_their_server_and_others_begin_with_another(forking: Local
     wait_until("it has ended", lambda: not alive(before.pid))
     other = forked(forking, "deaf")
     assert server_of(other) != before
-    assert process_state(one.place.pid) == "S" and not one.ended
+    assert process_state(one.place.pid) == "S" and not one.ended and len(forking._servers) == 2
+    end(one)
+    server_of(other).kill()
+    wait_until("it has ended, too", lambda: not forking._servers[-1].fits(FORKS["tests.proc.kept"]))
+    last = forked(forking, "deaf")
+    assert len(forking._servers) == 2, "the first one's, of which nothing was left, has gone"
+    end(last)
     forking.close()
     assert not forking.await_ends([one, other], PATIENCE)
 

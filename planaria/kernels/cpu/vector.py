@@ -345,5 +345,5 @@ def vector_module(target: Target) -> str:
         store_value(target), copy(), widen(target), put_past(), add(), accrue(target),
         embed(target),
         "declare void @llvm.x86.sse2.pause()\n" if X86 else "",
-        f"define void @pl_relax() nounwind alwaysinline {{ {pause}ret void }}\n",
+        f"define void @pl_relax() nounwind {{ {pause}ret void }}\n",
     ])  # fmt: skip
