@@ -596,6 +596,37 @@ def test_kinds_are_compiled_when_weights_of_them_come(tmp_path: Path, monkeypatc
     ops.close()
 
 
+def test_what_is_written_as_it_is_to_be_is_compiled_so() -> None:
+    """Variables are in registers; a loop stays one, where LLVM would work out what comes of it."""
+    text = """
+define i64 @sum() {
+entry:
+  %total = alloca i64
+  store i64 0, ptr %total
+  br label %turn
+turn:
+  %i = phi i64 [0, %entry], [%next, %turn]
+  %before = load i64, ptr %total
+  %after = add i64 %before, %i
+  store i64 %after, ptr %total
+  %next = add i64 %i, 1
+  %more = icmp ult i64 %next, 10
+  br i1 %more, label %turn, label %done
+done:
+  ret i64 %after
+}
+"""
+    found = {}
+    for as_written in (True, False):
+        machine = objects.CodeMachine()
+        module = machine.binding.parse_assembly(text)
+        engine = machine.load(machine.emit(module, as_written=as_written))
+        call = ctypes.CFUNCTYPE(ctypes.c_int64)(engine.get_function_address("sum"))
+        assert call() == 45 and "alloca" not in str(module)
+        found[as_written] = "phi i64" in str(module)
+    assert found == {True: True, False: False}
+
+
 def test_a_first_start_has_kinds_compiled_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_for("float32", "generic")
     build.compile_beside(target, tmp_path, lambda: ["q4_0"])

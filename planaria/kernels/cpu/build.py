@@ -33,7 +33,7 @@ from planaria.kernels.objects import CodeMachine, initialise, object_file
 # The interpreter, in reading order.
 PROGRAM = ("collective", "threads", "striped", "products", "grouped", "lora", "mla", "program")
 SOURCES = (
-    *PROGRAM, "../blocks", "activations", "build", "codes", "compiler", "emit", "expert_kernels", "fields",
+    *PROGRAM, "../blocks", "../objects", "activations", "build", "codes", "compiler", "emit", "expert_kernels", "fields",
     "mla_values", "layout", "micro", "native", "packed", "rounded", "target", "vector",
 )  # fmt: skip
 EXTERNAL = ("syscall", "memcpy", "memset", "memmove")  # all that object code calls outside itself
