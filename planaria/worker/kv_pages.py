@@ -23,7 +23,8 @@ TRIES = 5
 
 class HugeBlocks:
     """caches: [blocks, bytes] of each, at multiples of HUGE. A thread does it, beside steps. Of a cache that has less
-    than half a page nothing is done: most of it would be empty."""
+    than half a page nothing is done, for most of it would be empty; nor of its last part, which is less than a page:
+    KV takes what is configured."""
 
     def __init__(self, caches: Sequence[npt.NDArray[np.uint8]]) -> None:
         self.caches = [cache.reshape(-1) for cache in caches]
@@ -48,7 +49,7 @@ class HugeBlocks:
         while self._more.wait() and not self._closed:
             self._more.clear()
             for number, (cache, size) in enumerate(zip(self.caches, self._sizes, strict=True)):
-                end = min(len(cache), (self._most + 1) * size + HUGE // 2)
+                end = min(len(cache) // HUGE * HUGE, (self._most + 1) * size + HUGE // 2)
                 while self._done[number] < end:
                     if self._closed or not _put(cache, self._done[number]):
                         return
