@@ -12,6 +12,7 @@ import queue
 import signal
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import pytest
 from planaria.hosts.mapping import HUGE, collapse
 from planaria.hosts.memory import RANKS, KVMemory
 from planaria.layers.decoder import Model
+from planaria.protocol import Row, StepPlan
 from planaria.topology import Layout
 from planaria.wire import ResizeEngine
 from planaria.worker.kv import RankKV
@@ -263,3 +265,17 @@ def test_what_steps_come_to_write_is_in_huge_pages_and_stays_what_it_is(monkeypa
     assert sum(int(words[1]) for words in found) >= 6 * HUGE >> 10
     assert 6 * HUGE <= memory.num_bytes <= 6 * HUGE + 2 * 10 * size, "no more than there is to be"
     memory.end()
+
+
+def test_a_rank_tells_which_blocks_its_steps_have_written() -> None:
+    """And, before their memory goes, that nothing is to be done there any more."""
+    kv: Any = object.__new__(RankKV)
+    kv.sums = kv.shared = kv.peers = kv.connector = kv.memory = None
+    told: list[Any] = []
+    kv.pages = SimpleNamespace(written=told.append, close=lambda: told.append("closed"))
+    rows = [Row(0, 0, 20, (3, 7), True), Row(1, 4, 1, (), True), Row(2, 0, 5, (5,), True)]
+    for lane in (tuple(rows), tuple(rows[1:2])):
+        kv.finished(StepPlan(0, 1, ((), lane), ((), ())), 1, None)
+    assert told == [7]
+    kv.forget(None)
+    assert told == [7, "closed"] and kv.pages is None

@@ -33,8 +33,8 @@ from planaria.kernels.objects import CodeMachine, initialise, object_file
 # The interpreter, in reading order.
 PROGRAM = ("collective", "threads", "striped", "products", "grouped", "lora", "mla", "program")
 SOURCES = (
-    *PROGRAM, "../blocks", "../objects", "activations", "build", "codes", "compiler", "emit", "expert_kernels", "fields",
-    "mla_values", "layout", "micro", "native", "packed", "rounded", "target", "vector",
+    *PROGRAM, "../blocks", "../objects", "activations", "build", "codes", "compiler", "emit", "expert_kernels",
+    "fields", "layout", "micro", "mla_values", "native", "packed", "rounded", "target", "vector",
 )  # fmt: skip
 EXTERNAL = ("syscall", "memcpy", "memset", "memmove")  # all that object code calls outside itself
 EntryPoint = Any  # a C function (control block, thread) -> None, called without the interpreter lock
