@@ -36,6 +36,7 @@ async def asked_of(
     params = sampling_params(body, service.config.sampling_defaults, max_tokens=body.max_output_tokens, logprobs=None)
     try:
         tools = await by_length(service, request, lambda: _tools(body))
+        _check_numbers(body)
         forced = tools is not None and tools.forced  # a call, which is no text
         params = await spelled(service, params, request, None if forced else _form(body), "text.format")
         ids = await _prompt(service, request, body, items, facts, _variables(body, tools))
@@ -54,6 +55,17 @@ async def asked_of(
     store = service.responses
     lasts = store.journal is not None and store.lasts and bool(body.background)
     return msgspec.structs.replace(asked, persist=lasts), reading  # its KV, where there is a tier on disk
+
+
+def _check_numbers(body: ResponsesRequest) -> None:
+    """Of what is kept as it was given. Raises RequestError."""
+    form = body.text.format if body.text is not None else None
+    given = {"tools": body.tools, "tool_choice": body.tool_choice, "text.format": form and form.json_schema}
+    for place, value in given.items():
+        try:
+            msgspec.msgpack.encode(value)  # as it is kept
+        except OverflowError:
+            raise wrong(place, "has a number of more than 64 bits", "invalid_value") from None
 
 
 def _tools(body: ResponsesRequest) -> Tools | None:
@@ -78,10 +90,6 @@ def _tools(body: ResponsesRequest) -> Tools | None:
                     "tool_choice.type", f"must be 'function' or 'allowed_tools': there are no tools of the server's "
                     f"own, got {said(kind)}", "unsupported_content",
                 )  # fmt: skip
-    try:
-        msgspec.msgpack.encode(given)  # as it is kept
-    except OverflowError:
-        raise RequestError("tools: parameters have a number of more than 64 bits", param="tools") from None
     return check_tools(given, choice, body.parallel_tool_calls)
 
 

@@ -16,6 +16,7 @@ from planaria.structured.check import GrammarProcess, Verdict
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
 WRONG = {"type": "object", "properties": {"a": {"items": {"uniqueItems": True}}}}
+TOOL = {"type": "function", "name": "f"}
 USER = [{"role": "user", "content": "Hi"}]
 C, H, R = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 
@@ -52,6 +53,9 @@ async def test_a_refusal_names_the_place(server):
             "response_format.json_schema.schema.properties.a.items",
         ),
         (R, {"input": "Hi", "text": {"format": flat(WRONG)}}, "text.format.schema.properties.a.items"),
+        (R, {"input": "Hi", "text": {"format": flat({"maximum": 2**70})}}, "text.format"),
+        (R, {"input": "Hi", "tools": [{**TOOL, "parameters": {"properties": {"a": {"const": 2**70}}}}]}, "tools"),
+        (R, {"input": "Hi", "tools": [TOOL], "tool_choice": {**TOOL, "more": 2**70}}, "tool_choice"),
         (C, {"prompt": "Hi", "guided_json": WRONG}, "guided_json.properties.a.items"),
         (C, {"prompt": "Hi", "structured_outputs": {"regex": "(?=a)"}}, "structured_outputs.regex"),
     ]
@@ -60,7 +64,8 @@ async def test_a_refusal_names_the_place(server):
             answer = await http.post(path, json=body)
             error = answer.json()["error"]
             assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
-            assert error["message"].startswith(f"{place}: ") and place.startswith(error["param"])
+            assert error["message"].startswith((f"{place}: ", f"{place} has a number of more than 64 bits"))
+            assert place.startswith(error["param"])
     assert not server.engine.submitted
 
 
