@@ -61,6 +61,8 @@ def _run(words: list[str]) -> int:
             raise
         return _failed(f"{e}: there is no more memory, or no more threads (ulimit -u, pids.max)")
     except OSError as e:
+        if e.errno in (errno.EMFILE, errno.ENFILE):
+            return _failed(f"{e}: there are no more file descriptors (ulimit -n)")
         if e.errno not in NO_SPACE:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left of its output would be tried again

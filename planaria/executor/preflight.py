@@ -82,9 +82,9 @@ def check_node(facts: NodeFacts, needs: Needs) -> list[str]:
         )
     files = FILES_OF_A_PROCESS + FILES_PER_RANK * needs.num_ranks
     if facts.files_left < files:
+        ranks = "1 rank needs" if needs.num_ranks == 1 else f"{needs.num_ranks} ranks need"
         found.append(
-            f"{facts.node}: {needs.num_ranks} ranks need {files} file descriptors, {facts.files_left} are left; "
-            "raise the limit (ulimit -n)"
+            f"{facts.node}: {ranks} {files} file descriptors, {facts.files_left} are left; raise the limit (ulimit -n)"
         )
     return found
 

@@ -118,6 +118,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     def verify(self) -> None:
         """Raise ConfigError for the first option that can't work."""
         check(self)
+        if not self.host:  # of a variable that isn't set, say
+            raise ConfigError("--host", "''", "is empty", "write 0.0.0.0 for every address of this machine")
         if any(not name for name in self.served_model_names):
             raise ConfigError("--served-model-name", "''", "is empty")
         for key in self.api_keys:

@@ -46,7 +46,7 @@ def address_of(config: ServerConfig) -> tuple[int, int, int, Any]:
     """Where to listen: family, kind, protocol and address of a socket. Raises ConfigError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
-            config.host or None, config.port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
+            config.host, config.port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
         )[0]
     except (OSError, UnicodeError) as e:
         raise ConfigError("--host", config.host, f"can't be resolved ({e})") from None

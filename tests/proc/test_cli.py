@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -116,6 +117,7 @@ def test_generate_without_tokenizer(small: Path, said: Said) -> None:
         (["generate", "/no/such/model", "--prompt", "x"], "/no/such/model"),
         (["generate", "smollm2"], "--prompt"),
         (["serve", "smollm2", "--port", "99999"], "--port 99999"),
+        (["serve", "smollm2", "--host", ""], "--host '': is empty"),
         (["serve", "smollm2", "--log-level", "loud"], "--log-level loud"),
         (["chat", "smollm2", "--max-tokens", "0"], "max_tokens"),
         (["generate", "nobody/such-a-model", "--prompt", "x"], "nobody/such-a-model"),
@@ -159,15 +161,22 @@ def test_no_memory_for_kv(memory: str, says: str) -> None:
     assert says in one_line(result.stderr)
 
 
-def test_no_thread_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, in_process: None, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (RuntimeError("can't start new thread"), "can't start new thread"),
+        (OSError(errno.EMFILE, "Too many open files"), "[Errno 24] Too many open files"),
+    ],
+)
+def test_what_the_system_has_no_more_of_is_one_line(
+    error: Exception, says: str, monkeypatch: pytest.MonkeyPatch, in_process: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def no_thread(**options: object) -> None:
-        raise RuntimeError("can't start new thread")
+    def lacks(**options: object) -> None:
+        raise error
 
-    monkeypatch.setattr("planaria.cli.models.run", no_thread)
+    monkeypatch.setattr("planaria.cli.models.run", lacks)
     assert main(["models"]) == 1
-    assert one_line(capfd.readouterr().err).startswith("planaria: can't start new thread")
+    assert one_line(capfd.readouterr().err).startswith(f"planaria: {says}: there ")
 
 
 @pytest.mark.parametrize(
