@@ -68,9 +68,19 @@ def placed(layout: Layout, counts: Mapping[str, int], before: Placement | None) 
 
 def _moved(placement: Placement, before: Placement | None) -> int:
     """Ranks on other nodes than before, which the present ones could have been."""
-    if before is None or (placement.layout.tp, placement.layout.pp) != (before.layout.tp, before.layout.pp):
+    if before is None or _degrees(placement) != _degrees(before):
         return 0
     return sum(now.node != then.node for now, then in zip(placement.slots, before.slots, strict=False))
+
+
+def _degrees(placement: Placement) -> tuple[int, int]:
+    """By which the model is cut."""
+    return placement.layout.tp, placement.layout.pp
+
+
+def _part(seat: RankSlot) -> tuple[int, int]:
+    """Of the model, that the rank there has."""
+    return seat.coords.pp, seat.coords.tp
 
 
 def cluster_of(counts: Mapping[str, int]) -> Cluster:
@@ -92,6 +102,7 @@ class Pool:
         self.others: list[Child] = []  # beside ranks
         self.bad: set[Slot] = set()
         self.placement: Placement | None = None
+        self._numbered: Placement | None = None  # whose numbers ranks have
         self.tries = BackOff(longest)  # of slots that were given up
         self.longest = longest
         self._last: dict[int, Slot] = {}  # of each rank
@@ -207,25 +218,34 @@ class Pool:
         return Placement(self.placement.layout, [seats[rank] for rank in sorted(seats)])
 
     def _arrange(self, placement: Placement) -> list[Child]:
-        """Have exactly these: who lives keeps its number, or takes one that nobody has, or ends. Returns those that are
-        new. Raises OSError."""
-        nodes = self.host.slots().nodes
+        """Have exactly these: who lives keeps its number where that has the same part of the model, else takes one that
+        nobody has, with the same part if there is one, or ends. Returns those that are new. Raises OSError."""
+        before, self._numbered = self._numbered, placement
+        same = before is not None and _degrees(before) == _degrees(placement)
         new: list[Child] = []
-        moving: dict[str, list[Child]] = {}
+        moving: dict[str, list[tuple[Child, tuple[int, int] | None]]] = {}
         for rank, child in sorted(self.ranks.items()):
-            if rank >= placement.layout.size or placement.slots[rank].node != child.slot[0]:
-                moving.setdefault(child.slot[0], []).append(self.ranks.pop(rank))
+            part = _part(before.slots[rank]) if before is not None and same else None
+            seat = placement.slots[rank] if rank < placement.layout.size else None
+            if seat is None or seat.node != child.slot[0] or part not in (None, _part(seat)):
+                moving.setdefault(child.slot[0], []).append((self.ranks.pop(rank), part))
         try:
-            for node in nodes:
-                for rank in (seat.rank for seat in placement.on(node.id) if seat.rank not in self.ranks):
-                    if others := moving.get(node.id):
-                        self.ranks[rank] = others.pop(0)
-                    else:
-                        self.ranks[rank] = self._take(rank, node, new)
-                    self._last[rank] = self.ranks[rank].slot
+            for node in self.host.slots().nodes:
+                free = [seat for seat in placement.on(node.id) if seat.rank not in self.ranks]
+                others = moving.get(node.id, [])
+                for seat in list(free):
+                    if found := next((each for each in others if each[1] == _part(seat)), None):
+                        self._seat(seat.rank, found[0])
+                        others.remove(found)
+                        free.remove(seat)
+                for seat in free:
+                    self._seat(seat.rank, others.pop(0)[0] if others else self._take(seat.rank, node, new))
         finally:
-            self._dismiss([child for others in moving.values() for child in others])
+            self._dismiss([child for others in moving.values() for child, _ in others])
         return new
+
+    def _seat(self, rank: int, child: Child) -> None:
+        self.ranks[rank], self._last[rank] = child, child.slot
 
     def _take(self, rank: int, node: Node, new: list[Child]) -> Child:
         """One in reserve, or a new one, where this rank was if it can be. Raises OSError."""

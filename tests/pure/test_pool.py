@@ -124,6 +124,22 @@ def test_a_start_that_fails_costs_nobody_who_lives() -> None:
     assert sum(not child.ended for child in four.host.all) == 4
 
 
+@pytest.mark.parametrize("lost", range(4))
+@pytest.mark.parametrize("axis", ["pcp", "dp"])
+def test_who_lives_goes_where_the_part_of_the_model_is_wanted_that_it_has(lost: int, axis: str) -> None:
+    """Two stages of two ranks each, then of one each, then of two again: none of those that live reads another's."""
+    host: Any = FakeHost(4)
+    pool = Pool(host, Program("none"), lambda: 0.0, lambda child: None)
+    two, one = Layout(**{"pp": 2, axis: 2}), Layout(pp=2)
+    pool.replace((), two)
+    stages = {child.place.pid: two.coords(rank).pp for rank, child in pool.ranks.items()}
+    pool.replace([lost], one)
+    assert [stages.get(child.place.pid) for _, child in sorted(pool.ranks.items())] == [0, 1]
+    pool.replace((), two)
+    kept = {rank: stages[child.place.pid] for rank, child in pool.ranks.items() if child.place.pid in stages}
+    assert len(kept) == 2 and all(two.coords(rank).pp == stage for rank, stage in kept.items())
+
+
 def test_a_spare_takes_the_place_and_those_on_a_lost_node_go_where_there_is_room() -> None:
     pair = Clocked(2, 2, 2, spares=1)
     pair.pool.stand_by(lambda place: b"")
