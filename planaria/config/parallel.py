@@ -60,7 +60,6 @@ def resolve_parallel(
         **expert_fields(options),
     })  # fmt: skip
     _context(config)
-    _shares(config, device)
     config = _with_lanes(config)
     _nodes(config)
     _ray(config, machine)
@@ -102,14 +101,6 @@ def _context(config: ParallelConfig) -> None:
             f"context parallel deals a sequence's tokens to tensor ranks, and {size} doesn't divide "
             f"--tensor-parallel-size {tp}", f"use a divisor of {tp}",
         )  # fmt: skip
-
-
-def _shares(config: ParallelConfig, device: str) -> None:
-    """Where there are several prefill context ranks. Raises ConfigError for what these can't have."""
-    option, size, what = "--prefill-context-parallel-size", config.prefill_context_parallel_size, "context parallel"
-    if size > 1 and device != "cpu":
-        why = f"{what} of prefill is for the kernels for CPUs, and the device is {device}"
-        raise ConfigError(option, size, why, "use --decode-context-parallel-size for long contexts")
 
 
 def _with_lanes(config: ParallelConfig) -> ParallelConfig:

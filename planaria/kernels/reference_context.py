@@ -116,10 +116,9 @@ class SharedTokens:
     def take_from_all(self, x: Tensor) -> Tensor:
         """Of a step whose tokens are shared: on the ranks with the first share all of the rows, on others none."""
         index = self.step.sample_index - self.step.first
-        here = (index >= 0) & (index < len(x))
         rows = x.new_zeros(len(index), x.shape[1])
-        rows[here] = x[index[here]]
-        if self.tp.rank:  # it has what the first tensor rank has
-            rows.zero_()
+        if len(x) and not self.tp.rank:  # others have what the first tensor rank has
+            here = (index >= 0) & (index < len(x))
+            rows = torch.where(here[:, None], x[index.clamp(0, len(x) - 1)], rows)
         self.cp.all_reduce(self._shared(rows))
         return rows[: self.step.samples]

@@ -81,7 +81,9 @@ def cut_share(part: BatchShare, whole: BatchShare, bounds: Callable[[int], tuple
     first, last = spans[whole.rank]
     before = sum(sizes[: whole.rank])
     part.take(before, before + last - first)
-    if whole.hidden is not None:  # the stage before has them part by part
+    if whole.arrived is not None:  # the stage before has them part by part
+        part.arrived = whole.arrived[first:last]
+    elif whole.hidden is not None:
         part.make_hidden(whole.hidden.shape[1])[: last - first] = whole.hidden[first:last]
 
 

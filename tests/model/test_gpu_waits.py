@@ -16,12 +16,14 @@ from benchmarks.gpu import Streams
 from planaria.kernels.gpu import attention, graphs
 from planaria.kernels.gpu.draw import Drawer, DrawnTokens
 from planaria.kernels.gpu.ops import GpuOps
+from planaria.kernels.share import BatchShare
 from planaria.layers.build import build
 from planaria.mesh.comm import Solo
 from planaria.mesh.mesh import Mesh
 from planaria.models import model_config
 from planaria.models.deal import deal
 from planaria.protocol import StepResult
+from planaria.topology.stripes import Context
 from planaria.worker.sampler import Follower
 from planaria.worker.stage import Stage
 from tests.model.driver import Driver
@@ -134,6 +136,44 @@ def steps(
 def test_a_forward_pass_waits_for_nothing(nothing: None, case: str) -> None:
     config, options = CASES[case]
     assert {name: found for name, found in steps(config, **options) if found and name != "prompt"} == {}
+
+
+class OneOfTwo(Solo):
+    """A rank of two that compute shares of a step."""
+
+    size = 2
+
+    def all_reduce(self, x: Any) -> None:
+        """The other has nothing."""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_share_of_a_step_waits_for_nothing(nothing: None, rank: int) -> None:
+    """Of several tokens, and of one or none."""
+    own, ops, waits = model_config(MIXTURE), GpuOps("cpu", "float32"), Waits()
+    ops._shared = lambda x: x  # type: ignore[method-assign]  # as on a device
+    ops.join(Solo(), cp=OneOfTwo())
+    shard = deal(own, 1, 1, context=Context(pcp=2, pcp_rank=rank))[0]
+    model = build(own, RandomSource(None), ops, quantization="keep", shard=shard)
+    model.count_experts()
+    driver = Driver(model, ops, block_size=16)
+    share = BatchShare(driver.batch, rank, 2)
+    run = ops.compile(model.forward, share)
+
+    def counted() -> Any:
+        share.deal()
+        with waits:
+            found = run()
+        samples = int(driver.batch.counts[2])
+        assert len(found) == (0 if rank else samples)
+        return torch.zeros(samples, own.vocab_size)
+
+    driver.run = counted
+    driver.step({0: [1, 2]})  # the first one puts where experts are on the device
+    waits.found = []
+    for feed in ({0: [1, 2, 3], 1: [4]}, {0: [5], 1: [6]}, {0: [7]}):
+        driver.step(feed)
+    assert waits.found == []
 
 
 def test_what_waits_is_counted() -> None:

@@ -99,8 +99,6 @@ REFUSED: list[tuple[str, Machine, str, dict[str, Any], str, str]] = [
      "must divide the 16 of a block (context parallel)"),
     ("two numbers in turn", LAPTOP, "cpu", {"cp_kv_cache_interleave_size": 2, "dcp_kv_cache_interleave_size": 4},
      "--dcp-kv-cache-interleave-size 4", "leave the old one out"),
-    ("shares on a GPU", LAPTOP, "cuda", {"prefill_context_parallel_size": 2}, "context parallel of prefill",
-     "use --decode-context-parallel-size"),
     ("one rank for shares", LAPTOP, "cpu",
      {"prefill_context_parallel_size": 2, "distributed_executor_backend": "uni"}, "-pcp 2 are 2", "use mp or ray"),
     ("no nodes", LAPTOP, "cpu", {"nnodes": 0}, "--nnodes 0", "at least 1"),

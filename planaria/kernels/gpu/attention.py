@@ -155,7 +155,7 @@ def by_triton(
     q: Tensor, kv: Any, need: Need, step: DeviceStep, scale: float, sinks: Tensor | None, stripes: Stripes = ALL
 ) -> Tensor:
     """[T, heads, dim of values]; of a context rank's part see `reference_context.part`."""
-    rank = need.rank
+    q, rank = q.contiguous(), need.rank
     keys, values = (kv.rows, kv.rows) if rank else (kv.keys, kv.values)
     out = q.new_empty(
         len(q), need.heads, (rank or need.dim) + 2 * need.part, dtype=torch.float32 if need.part else q.dtype

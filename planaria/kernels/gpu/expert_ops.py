@@ -81,14 +81,15 @@ class ExpertKernels(TorchOps):
     def route(
         self, logits: Tensor, rule: MoEConfig, slots: Slots, correction: Tensor | None = None
     ) -> mixture.RoutedRows:  # fmt: skip
-        """Counted are tokens whose keys are stored here: rows of nobody have none."""
+        """Counted are tokens of sequences: those of nobody have a slot of their own kind (`step.NOBODY`)."""
         placed = self._slots.get(slots)
         if placed is None:
             placed = self._slots[slots] = PlacedSlots(slots, self.device)
         routing, chosen = mixture.route(logits, rule, placed.table, correction, self.step.positions)
         if placed.load is not None and slots.load is not None:
-            stored = (self.step.slots >= 0).long()[:, None].expand_as(chosen)
-            placed.load.index_add_(0, chosen.flatten(), stored.flatten())
+            own = self.step.slots[self.step.first : self.step.first + len(chosen)]
+            counted = (own >= -1).long()[:, None].expand_as(chosen)
+            placed.load.index_add_(0, chosen.flatten(), counted.flatten())
         return routing
 
     def experts(

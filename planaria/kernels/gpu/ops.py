@@ -236,7 +236,7 @@ class GpuOps(ExpertKernels):
         q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
     ) -> Tensor:  # fmt: skip
         return fused.rope_store(
-            qkv.contiguous(), (kv.keys, kv.values), rope, (self.step.positions, self.step.slots), num_heads,
+            qkv.contiguous(), (kv.keys, kv.values), rope, (self.step.step_positions, self.step.slots), num_heads,
             num_kv_heads, head_dim, q_norm, k_norm, eps,
         )  # fmt: skip
 

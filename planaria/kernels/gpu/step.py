@@ -20,6 +20,7 @@ from planaria.kernels.reference import StepTensors
 
 FEW = 8  # tokens of a sequence up to which its keys are split
 BLOCK_Q = 16  # tokens of a tile where there are more
+NOBODY = {"tokens": 0, "positions": 0, "slots": -2, "loras": -1}  # of a token of no sequence
 
 
 @dataclass(frozen=True)
@@ -37,15 +38,16 @@ class Places:
     """For all steps of one function: int32 arrays, one behind the other, in main memory (`host`; pinned, where there is
     a GPU) and on the device (`here`); behind them the step's blocks, as many of each sequence, which go from there into
     `tables`. lines: of a recording, its tokens that are the batch's. hidden: what the stage before sent, float32
-    [tokens, H]; None: nothing."""
+    [tokens, H]; None: nothing. step_positions: of all tokens of the step, where the batch is a `BatchShare` of it."""
 
     def __init__(self, batch: Batch, device: torch.device, most: int | None = None) -> None:
         """most: tokens of a step; None: as many as the batch has room for."""
-        tokens, sequences = most or batch.max_tokens, batch.max_seqs
+        tokens, sequences = most or batch.step.max_tokens, batch.max_seqs
         sizes = {
             "tokens": tokens, "drawn_at": tokens, "positions": tokens, "slots": tokens, "loras": tokens,
             "starts": sequences + 1, "lengths": sequences, "sample_index": batch.max_samples,
             "tile_sequences": tokens + sequences, "tile_firsts": tokens + sequences, "lines": tokens,
+            **({} if batch.step is batch else {"step_positions": tokens}),
         }  # fmt: skip
         pinned = device.type == "cuda"
         self.tables = torch.zeros(sequences, batch.block_table.shape[1], dtype=torch.int32, device=device)
@@ -126,15 +128,15 @@ def lay_out(batch: Batch, places: Places, block_size: int, rows: int, each: int,
     own: slice | Tensor = slice(used)
     if each == 1 and used == sequences:
         reach = lengths
-        for name in ("tokens", "positions", "slots", "loras"):
+        for name, nothing in NOBODY.items():
             host[name][:used] = getattr(batch, name)[:used]
             if used < total:
-                host[name][used:total] = 0 if name in ("tokens", "positions") else -1
+                host[name][used:total] = nothing
     else:
         counts = np.diff(starts)
         lines = np.arange(used) + np.repeat(np.arange(sequences) * each - starts[:-1], counts)
-        for name in ("tokens", "positions", "slots", "loras"):
-            host[name][:total] = 0 if name in ("tokens", "positions") else -1
+        for name, nothing in NOBODY.items():
+            host[name][:total] = nothing
             host[name][lines] = getattr(batch, name)[:used]
         reach, own = lengths - counts + each, places.here["lines"][:used]
         host["lines"][:used] = lines
@@ -157,7 +159,9 @@ class DeviceStep(StepTensors):
     def __init__(
         self, batch: Batch, places: Places, block_size: int, put: Callable[[Tensor, Tensor, Tensor], None]
     ) -> None:
-        tokens, sequences, samples, self.all_tokens = (int(n) for n in batch.counts[:4])
+        tokens, sequences, self.samples, self.all_tokens = (int(n) for n in batch.counts[:4])
+        every, samples = int(batch.step.counts[0]), int(batch.step.counts[2])
+        self.first, self.shares = int(batch.counts[6]), batch.step is not batch
         host, self._put_rows = places.fill(), put
         self.device = places.tables.device
         self._hidden, self._arrived = batch.hidden, batch.arrived
@@ -166,8 +170,11 @@ class DeviceStep(StepTensors):
         self._groups, self._masks = {}, {}
         self.longest = int(self._lengths.max(initial=1))
         self._tables = places.take_tables(batch, self.longest, block_size)
-        for name in ("tokens", "positions", "slots", "loras"):
+        for name in ("tokens", "positions", "loras"):
             host[name][:tokens] = getattr(batch, name)[:tokens]
+        host["slots"][:every] = batch.slots[:every]
+        if self.shares:
+            host["step_positions"][:every] = batch.step.positions[:every]
         host["starts"][: sequences + 1], host["lengths"][:sequences] = self._starts, self._lengths
         host["sample_index"][:samples] = batch.sample_index[:samples]
         places.take_drawn(batch)
@@ -175,7 +182,7 @@ class DeviceStep(StepTensors):
         self.most = int(counts.max(initial=1))
         self.tiles = self._tiles(places, counts)
         places.copy(*self._tables.shape)
-        self._view(places, tokens, sequences, samples)
+        self._view(places, tokens, sequences, samples, every)
 
     @classmethod
     def recorded(cls, places: Places, put: Callable[[Tensor, Tensor, Tensor], None], shape: Any) -> DeviceStep:
@@ -186,14 +193,17 @@ class DeviceStep(StepTensors):
         new._hidden = new._here = None
         new._arrived = places.hidden[: rows * each] if places.hidden is not None else None
         new.tiles = [_one_each(places, rows, each, longest)]
-        new._view(places, rows * each, rows, rows * each)
+        new._view(places, rows * each, rows, rows * each, rows * each)
         return new
 
-    def _view(self, places: Places, tokens: int, sequences: int, samples: int) -> None:
+    def _view(self, places: Places, tokens: int, sequences: int, samples: int, every: int) -> None:
+        """every: tokens of the step, of which `tokens` are of this rank."""
         here = places.here
         self.tokens, self.positions = here["tokens"][:tokens], here["positions"][:tokens]
         self.step_positions, self.drawn_at = self.positions, here["drawn_at"][:tokens]
-        self.slots, self.loras = here["slots"][:tokens], here["loras"][:tokens]
+        if self.shares:
+            self.step_positions = here["step_positions"][:every]
+        self.slots, self.loras = here["slots"][:every], here["loras"][:tokens]
         self.starts, self.lengths = here["starts"][: sequences + 1], here["lengths"][:sequences]
         self.sample_index, self.tables = here["sample_index"][:samples], places.tables[:sequences]
 
