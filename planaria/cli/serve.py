@@ -110,16 +110,11 @@ def plan_shown(config: EngineConfig) -> Planned:
 
 
 def _kv_layout(config: EngineConfig) -> KVLayout:
-    from planaria.models.deal import deal_layers
+    from planaria.models.deal import kv_layout
 
     parallel, layout = config.parallel, config.parallel.layout
-    stages, context = (
-        deal_layers(config.model.num_layers, layout.pp, parallel.pp_layer_partition),
-        parallel.context(layout),
-    )
-    return KVLayout(
-        layout.tp, tuple(map(len, stages)), config.cache.block_size, context.dcp, context.pcp, context.interleave
-    )
+    partition, size = parallel.pp_layer_partition, config.cache.block_size
+    return kv_layout(config.model, layout, parallel.context(layout), partition, size)
 
 
 def _transfer_key(config: EngineConfig) -> bytes:

@@ -17,7 +17,9 @@ from planaria.models.config import ModelConfig
 from planaria.models.shard import ContextGroup, Shard
 from planaria.topology.experts import ExpertMap
 from planaria.topology.kv_parts import KVRect
+from planaria.topology.layout import Layout
 from planaria.topology.stripes import Context, Stripes
+from planaria.types import KVLayout
 
 MLP_BLOCK = 32  # columns; packed weights are cut at multiples of it
 ALONE = Context()
@@ -159,6 +161,14 @@ def kv_parts(
             kv, stripes = (own, Stripes()) if group is None else (group.kv_heads, group.stripes)
             dealt.append((range(1) if config.mla is not None else kv, stripes))
     return [KVRect(layers, *each) for layers in deal_layers(config.num_layers, pp, partition) for each in dealt]
+
+
+def kv_layout(
+    config: ModelConfig, layout: Layout, context: Context, partition: tuple[int, ...] | None, block_size: int
+) -> KVLayout:  # fmt: skip
+    """What ranks have of KV in blocks of so many tokens, for who has another layout."""
+    stages = tuple(map(len, deal_layers(config.num_layers, layout.pp, partition)))
+    return KVLayout(layout.tp, stages, block_size, context.dcp, context.pcp, context.interleave)
 
 
 def deal(

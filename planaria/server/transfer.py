@@ -69,7 +69,8 @@ class Transfers:
         assert self.config is not None
         blocks = tuple(range(len(params.remote_block_ids or ())))
         if self.config.by_store:
-            return KVOffer(params.remote_request_id or "", blocks, "", 0)
+            told = params.remote_layers is not None
+            return KVOffer(params.remote_request_id or "", blocks, "", 0, self._layout_of(params) if told else None)
         host, port = params.remote_host, params.remote_port
         if not blocks or host is None or port is None or params.remote_request_id is None:
             return None

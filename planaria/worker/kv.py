@@ -20,7 +20,7 @@ import numpy as np
 
 from planaria.checkpoint.identity import weights_digest
 from planaria.config.digest import compared, compute_hash
-from planaria.config.options import EngineConfig, TierConfig
+from planaria.config.options import EngineConfig, TierConfig, TransferConfig
 from planaria.config.secret import deployment_secret
 from planaria.errors import CapacityError, ConfigError
 from planaria.executor.boot import RankBoot
@@ -30,7 +30,7 @@ from planaria.protocol import Allocate, KVNews, KVWork, StepPlan
 from planaria.topology.layout import Layout
 from planaria.worker.connector import RankConnector, Unconnected
 from planaria.worker.device import keepers_of
-from planaria.worker.kv_layout import CACHES, full_of, parts_of_kv, recut
+from planaria.worker.kv_layout import CACHES, full_of, layout_of_kv, parts_of_kv, recut
 from planaria.worker.kv_pages import HugeBlocks
 from planaria.worker.kv_shared import SharedKV
 from planaria.worker.kv_sums import BlockSums
@@ -41,8 +41,11 @@ if TYPE_CHECKING:
     from planaria.worker.kv_layout import Items
     from planaria.worker.kv_peers import KVPeers
     from planaria.worker.kv_recut import Recut
+    from planaria.worker.kv_store_loads import StoreLoads
     from planaria.worker.kv_tier import Store
     from planaria.worker.runner import Runner
+
+MakeStore = Callable[[bytes, int], "Store"]  # of parts with this identity, of so many bytes
 
 FEWEST = 16  # blocks that a folder must have room for
 
@@ -58,7 +61,7 @@ class RankKV:
         self.own = False  # has this process computed what is in them?
         self.connector: RankConnector | None = None  # of this epoch
         self.shared: SharedKV | None = None  # of other engines, in this epoch
-        self.peers: KVPeers | None = None  # ranks of other servers
+        self.peers: KVPeers | StoreLoads | None = None  # ranks of other servers, or what they have stored
         self.sums: BlockSums | None = None
         self.pages: HugeBlocks | None = None  # of the model's caches, in memory of the node
         self.enter(boot)
@@ -180,7 +183,7 @@ class RankKV:
         from planaria.worker.kv_tier import RATE, KVStores, StoreThreads
 
         blocks, news = model.kv_blocks(config.cache.block_size), threading.Condition()
-        size = sum(part.shape[1] for part in blocks)
+        size, mine = sum(part.shape[1] for part in blocks), layout_of_kv(config, layout)
         kernels, loaded = str(getattr(ops, "target", "")), self.sums.note if self.sums is not None else None
 
         @functools.cache
@@ -193,9 +196,15 @@ class RankKV:
         def of_part(part: KVRect, block_size: int) -> bytes:
             return identity_of_part(config, part, block_size, kernels, weights())
 
-        def opened(name: str, make: Callable[[bytes], Store], rate: float) -> StoreThreads | Unconnected:
+        recut = self._recut(config, layout, model, ops, of_part) if transfer is not None else None
+
+        def common() -> bytes:
+            """Of what servers of other layouts read, too."""
+            return identity() if recut is None else of_part(recut.own[self.rank], recut.block_size)
+
+        def opened(name: str, make: MakeStore, rate: float, own: Callable[[], bytes]) -> StoreThreads | Unconnected:
             try:
-                return StoreThreads(name, make(identity()), blocks, loaded, news=news, rate=rate)
+                return StoreThreads(name, make(own(), size), blocks, loaded, news=news, rate=rate)
             except (ImportError, OSError, ValueError, ConfigError) as e:
                 logger.warning("rank %d keeps no KV blocks in the store %s: %s", self.rank, name, e)
                 return Unconnected(name, f"rank {self.rank} keeps no KV blocks there; its log says why")
@@ -203,16 +212,19 @@ class RankKV:
         stores = []
         if config.cache.kv_offloading:
             share = config.cache.kv_offloading // layout.size
-            stores.append(opened("memory", lambda identity: self._in_memory(identity, size, share), math.inf))
-        if config.cache.kv_tier is not None:
-            tier = config.cache.kv_tier
-            name = "directory" if transfer is not None and transfer.folder is not None else "disk"
-            stores.append(opened(name, lambda identity: _on_disk(identity, size, tier), RATE))
-        if transfer is not None and transfer.remote_url:
-            from planaria.worker.kv_lmcache import LMCacheStore
+            stores.append(opened("memory", partial(self._in_memory, most=share), math.inf, identity))
+        if config.cache.kv_tier is not None and (transfer is None or transfer.folder is None):
+            stores.append(opened("disk", partial(_on_disk, tier=config.cache.kv_tier), RATE, identity))
+        if transfer is not None and transfer.by_store:
+            from planaria.worker.kv_coming import PartLoads
+            from planaria.worker.kv_recut import PartSource
+            from planaria.worker.kv_store_loads import StoreLoads
 
-            stores.append(opened(transfer.connector, partial(LMCacheStore, transfer.remote_url, size=size), RATE))
-        self.connector = KVStores(stores, news) if stores else None
+            make = _shared_store(transfer)
+            stores.append(opened(transfer.connector, make, RATE, common))
+            loads = PartLoads(PartSource(self.rank, b"", size), blocks, recut, loaded, news)
+            self.peers = StoreLoads(loads, mine, make)
+        self.connector = KVStores(stores, news, mine) if stores else None
         stored: dict[str, bytes | None] = dict(self.connector.stored()) if self.connector is not None else {}
         if network is not None:
             from planaria.worker.kv_peers import KVPeers
@@ -222,9 +234,7 @@ class RankKV:
             if not network.port:
                 network, place = msgspec.structs.replace(network, host=self.address), 0
             secret = deployment_secret(config.parallel, network.host)
-            recut = self._recut(config, layout, model, ops, of_part)
-            own = identity() if recut is None else of_part(recut.own[self.rank], recut.block_size)
-            self.peers = KVPeers(network, secret, place, self.rank, own, blocks, size, recut, loaded, news)
+            self.peers = KVPeers(network, secret, place, self.rank, common(), blocks, size, recut, loaded, news)
             if not network.port and self.peers.server is not None:
                 return {"stored": stored, "address": self.peers.server.address}
         return {"stored": stored}
@@ -245,7 +255,7 @@ class RankKV:
         size = config.cache.block_size
         return Recut(config.model, parts_of_kv(config, layout), self.rank, model.kv_blocks(size), size, items, identity)
 
-    def _in_memory(self, identity: bytes, size: int, most: int) -> Store:
+    def _in_memory(self, identity: bytes, size: int, *, most: int) -> Store:
         """In memory of the node, where there is any, so that it outlives this process."""
         from planaria.worker.kv_memory import MemoryStore, slots_of
 
@@ -309,7 +319,20 @@ def _joined(one: KVNews | None, other: KVNews) -> KVNews:
     )
 
 
-def _on_disk(identity: bytes, size: int, tier: TierConfig) -> Store:
+def _shared_store(transfer: TransferConfig) -> MakeStore:
+    """Of servers that exchange blocks by one."""
+    if transfer.folder is not None:
+        return partial(_on_disk, tier=transfer.folder)
+
+    def make(identity: bytes, size: int) -> Store:
+        from planaria.worker.kv_lmcache import LMCacheStore
+
+        return LMCacheStore(transfer.remote_url, identity, size)
+
+    return make
+
+
+def _on_disk(identity: bytes, size: int, *, tier: TierConfig) -> Store:
     from planaria.config.machine import own_folder
     from planaria.worker.kv_store import BlockStore
 

@@ -12,10 +12,11 @@ import numpy.typing as npt
 
 from planaria.config.options import EngineConfig
 from planaria.hosts.memory import KVMemory
-from planaria.models.deal import kv_parts
+from planaria.models.deal import kv_layout, kv_parts
 from planaria.protocol import KVCut
 from planaria.topology.kv_parts import KVRect, pieces
 from planaria.topology.layout import Layout
+from planaria.types import KVLayout
 from planaria.worker.kv_sums import BlockSums
 from planaria.worker.parts import partition_of
 
@@ -104,6 +105,12 @@ def parts_of_kv(config: EngineConfig, layout: Layout) -> list[KVRect]:
     """What each rank of a lane has of it."""
     context = config.parallel.context(layout)
     return kv_parts(config.model, layout.tp, layout.pp, partition_of(config, layout), context)
+
+
+def layout_of_kv(config: EngineConfig, layout: Layout) -> KVLayout:
+    """What others are told of it."""
+    context, size = config.parallel.context(layout), config.cache.block_size
+    return kv_layout(config.model, layout, context, partition_of(config, layout), size)
 
 
 def _copy(

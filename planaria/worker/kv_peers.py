@@ -23,6 +23,7 @@ from planaria.executor.link.keys import HEARTBEAT, Keys, introduce
 from planaria.executor.link.tcp_socket import End, bracketed
 from planaria.protocol import KVLoad, KVNews, KVWork, StoreNews
 from planaria.types import KVOffer
+from planaria.worker.kv_coming import PartLoads
 from planaria.worker.kv_nixl import NixlAgent, NixlError, NixlPlaces, check
 from planaria.worker.kv_offers import (
     MOST_ASKS,
@@ -173,48 +174,21 @@ class Peer:
         return "" if self.bring(load, index, payload) else "dropped"
 
 
-class Coming:
-    """A load of so many blocks from so many sources, until all have ended. count: blocks, from the first on, of which
-    all that is needed has come; why: not all are."""
-
-    def __init__(self, sources: int, count: int) -> None:
-        self.sources = self.missing = sources
-        self.parts = [0] * count
-        self.count, self.why, self.seconds = count, "", 0.0
-
-    def came(self, index: int) -> bool:
-        """All of a block that one of them has. Is it whole?"""
-        self.parts[index] += 1
-        return self.parts[index] == self.sources
-
-    def ended(self, count: int, why: str, seconds: float) -> bool:
-        """One of them. Have all?"""
-        self.missing -= 1
-        self.count, self.why, self.seconds = min(self.count, count), self.why or why, max(self.seconds, seconds)
-        return self.missing <= 0
-
-
 class KVPeers:
     """Of one rank in one epoch. place: its number among all ranks of the server's engines, rank: among those of its
-    engine; blocks: of its caches; size: bytes of one; recut: blocks of other layouts, None: they are not taken; loaded:
-    hears which blocks came; news: see StoreThreads."""
+    engine; blocks: of its caches; size: bytes of one; recut, loaded: see PartLoads; news: see StoreThreads."""
 
     def __init__(
         self, config: TransferConfig, secret: bytes, place: int, rank: int, identity: bytes, blocks: Blocks, size: int,
         recut: Recut | None, loaded: Callable[[list[int]], None] | None, news: threading.Condition,
     ) -> None:  # fmt: skip
         self.name, self.backends = config.connector, config.backends
-        self.rank, self.blocks, self.size, self.recut = rank, blocks, size, recut
-        self._same = PartSource(rank, identity, size)
-        self.loaded = loaded or (lambda blocks: None)
+        self.rank, self.blocks, self.size = rank, blocks, size
+        self.loads = PartLoads(PartSource(rank, identity, size), blocks, recut, loaded, news)
         self._keys = Keys.derive(secret, 1, PURPOSE)
-        self._news = self._lock = news  # of all below, and of every write into a block
-        self._open: dict[int, Coming] = {}  # by the load's number
+        self._news = news  # of all below, and of every write into a block
         self._peers: OrderedDict[tuple[str, PartSource], Peer] = OrderedDict()
-        self._loaded: list[tuple[int, int, float]] = []
-        self._failed: dict[int, str] = {}
         self._errors: Counter[str] = Counter()
-        self._blocks_loaded = 0
         self._said: StoreNews | None = None
         self.server: OfferServer | None = None
         self.why = ""
@@ -237,78 +211,48 @@ class KVPeers:
                 logger.warning("nothing is offered to other servers: %s", self.why)
 
     def begin(self, work: KVWork) -> None:
-        with self._lock:
-            for number in work.dropped:
-                self._open.pop(number, None)
+        self.loads.drop(work.dropped)
         for load in work.loads:
             if isinstance(load.lease, KVOffer) and load.lease.host:
-                self._begin(load, load.lease)
+                sources = self.loads.sources(load.lease)
+                self.loads.expect(load, len(sources))
+                for source in sources:
+                    self._peer(load.lease, source).fetch(load)
+                if not sources:
+                    self._ended(self.loads.same, load, 0, "layout", 0.0)
         if self.server is not None:
             for lease, key, block in work.offers:
                 self.server.take(lease, key, partial(copy_out, self.blocks, block, self.size))
-
-    def _begin(self, load: KVLoad, offer: KVOffer) -> None:
-        try:
-            sources = [self._same]
-            if self.recut is not None and offer.layout is not None:
-                sources = self.recut.sources(offer.layout)
-        except ValueError:
-            sources = []
-        with self._lock:
-            self._open[load.number] = Coming(len(sources), len(load.blocks))
-        for source in sources:
-            self._peer(offer, source).fetch(load)
-        if not sources:
-            self._ended(self._same, load, 0, "layout", 0.0)
 
     def _peer(self, offer: KVOffer, source: PartSource) -> Peer:
         where = f"{bracketed(offer.host)}:{offer.port + source.rank}"
         place = f"tcp://{offer.at[source.rank] if source.rank < len(offer.at) else where}", source
         peer = self._peers.pop(place, None)
         if peer is None:
-            peer = Peer(place[0], self._keys, source, self.backends, self._bring, self._ended)
+            peer = Peer(place[0], self._keys, source, self.backends, self.loads.bring, self._ended)
             while len(self._peers) >= OPEN:
                 self._peers.popitem(last=False)[1].close()
         self._peers[place] = peer
         return peer
 
-    def _bring(self, source: PartSource, load: KVLoad, index: int, payload: memoryview) -> bool:
-        with self._lock:
-            coming = self._open.get(load.number)
-            if coming is None:
-                return False
-            if index >= 0:
-                source.put(self.blocks, load, index, payload)
-                for at in range(source.whole(load, index), source.whole(load, index + 1)):
-                    if coming.came(at):
-                        self.loaded([load.blocks[at]])
-                        self._blocks_loaded += 1
-            return True
-
     def _ended(self, source: PartSource, load: KVLoad, count: int, why: str, seconds: float) -> None:
         with self._news:
-            coming = self._open.get(load.number)
-            if coming is not None and coming.ended(source.whole(load, count), why, seconds):
-                del self._open[load.number]
-                self._loaded.append((load.number, coming.count, coming.seconds))
-                if coming.why:
-                    self._failed[load.number] = coming.why
-                    self._errors[coming.why] += 1
-                self._news.notify()
+            if failed := self.loads.ended(source, load, count, why, seconds):
+                self._errors[failed] += 1
 
     def finished(self, *, waits: bool) -> KVNews | None:
         with self._news:
-            if waits and not self._loaded:
+            if waits and not self.loads.have_ended:
                 self._news.wait(WAIT)
             figures = self._figures(told=False)
-            if not self._loaded and figures == self._said:
+            if not self.loads.have_ended and figures == self._said:
                 return None
             figures = self._figures(told=True)
             self._said = msgspec.structs.replace(figures, saved=0, loaded=0, errors={})
-            news = KVNews(tuple(self._loaded), stores={self.name: figures}, failed=self._failed)
-            self._loaded, self._failed, self._blocks_loaded = [], {}, 0
+            ended, failed = self.loads.take()
+            self.loads.num_loaded = 0
             self._errors.clear()
-            return news
+            return KVNews(ended, stores={self.name: figures}, failed=failed)
 
     def _figures(self, *, told: bool) -> StoreNews:
         """Since it was last said."""
@@ -316,11 +260,10 @@ class KVPeers:
         if self.server is not None:
             held = len(self.server.offered)
             counts += self.server.counts(told=told)
-        return StoreNews(held, counts.pop("saved", 0), self._blocks_loaded, dict(counts), self.why)
+        return StoreNews(held, counts.pop("saved", 0), self.loads.num_loaded, dict(counts), self.why)
 
     def close(self) -> None:
-        with self._lock:
-            self._open.clear()
+        self.loads.close()
         for peer in self._peers.values():
             peer.close()
         if self.server is not None:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planaria.protocol import KVLoad, KVNews, KVWork, StoreNews
-from planaria.types import KVOffer
+from planaria.types import KVLayout, KVOffer
 from planaria.worker.connector import Unconnected
 from planaria.worker.kv_store import KEY, StoreError
 
@@ -265,10 +265,12 @@ class StoreThreads:
 
 
 class KVStores:
-    """A rank's stores, the fastest first, with one condition. See planaria.worker.connector."""
+    """A rank's stores, the fastest first, with one condition; layout: of its engine. See planaria.worker.connector."""
 
-    def __init__(self, stores: Sequence[StoreThreads | Unconnected], news: threading.Condition) -> None:
-        self.stores, self._news = stores, news
+    def __init__(
+        self, stores: Sequence[StoreThreads | Unconnected], news: threading.Condition, layout: KVLayout | None = None
+    ) -> None:
+        self.stores, self._news, self.layout = stores, news, layout
         self._parts: dict[int, _Parts] = {}  # of loads
 
     def stored(self) -> dict[str, bytes]:
@@ -279,7 +281,7 @@ class KVStores:
             self._parts.pop(number, None)
         loads: list[list[KVLoad]] = [[] for _ in self.stores]
         for load in work.loads:
-            if not own_load(load):
+            if not own_load(load, self.layout):
                 continue
             parts = self._parts[load.number] = _Parts(len(load.keys))
             for i, key in enumerate(load.keys):
@@ -346,9 +348,10 @@ def split(keys: bytes) -> set[bytes]:
     return {keys[at : at + KEY] for at in range(0, len(keys), KEY)}
 
 
-def own_load(load: KVLoad) -> bool:
-    """Does it come from stores of this rank, be it that another server has put it there?"""
-    return load.lease is None or (isinstance(load.lease, KVOffer) and not load.lease.host)
+def own_load(load: KVLoad, layout: KVLayout | None) -> bool:
+    """Does it come from stores of this rank, be it that another server of the same layout has put it there?"""
+    lease = load.lease
+    return lease is None or (isinstance(lease, KVOffer) and not lease.host and lease.layout in (None, layout))
 
 
 def copy_out(blocks: Blocks, block: int, size: int) -> bytearray:

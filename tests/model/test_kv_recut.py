@@ -6,6 +6,8 @@ import hashlib
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,8 +24,12 @@ from planaria.protocol import KVLoad, KVNews, KVWork
 from planaria.topology.kv_parts import KVRect, pieces
 from planaria.topology.stripes import Context, Stripes
 from planaria.types import KVLayout, KVOffer
+from planaria.worker import kv_store_loads
 from planaria.worker.kv_peers import KVPeers
 from planaria.worker.kv_recut import Recut
+from planaria.worker.kv_store import BlockStore
+from planaria.worker.kv_store_loads import StoreLoads
+from planaria.worker.kv_tier import copy_out, own_load
 from tests.proc.servers import wait_until
 from tests.pure.test_deal import SMOLLM2, model, models
 
@@ -142,7 +148,7 @@ def load(of: KVOffer, own: KVLayout, first: int = 0) -> KVLoad:
     return KVLoad(1, keys_of(of.layout)[its:], blocks, said, first)
 
 
-def fetch(taker: KVPeers, wanted: KVLoad) -> tuple[int, str]:
+def fetch(taker: KVPeers | StoreLoads, wanted: KVLoad) -> tuple[int, str]:
     taker.begin(KVWork(loads=(wanted,)))
     found: list[KVNews] = []
     wait_until(
@@ -166,20 +172,20 @@ def port() -> int:
     raise AssertionError("no port")
 
 
-@pytest.mark.parametrize(
-    "config, of, to",
-    [
-        (SMOLLM2, (2,), (1,)), (SMOLLM2, (1,), (2,)),  # 2 heads and 1 of 3
-        (SMOLLM2, (2,), (3,)), (SMOLLM2, (4,), (2,)),  # two ranks have the same head
-        (NINE, (4,), (3,)), (NINE, (1, 2), (1, 3)), (NINE, (2, 2), (3,)),  # ends of heads and stages that differ
-        (NINE, (2,), (2,)),
-        # dcp, pcp, interleave, tokens of a block
-        (SMOLLM2, (1,), (1, 1, 1, 2)), (SMOLLM2, (1, 1, 1, 2), (1,)), (SMOLLM2, (1, 1, 1, 2), (1, 1, 1, 2)),
-        (SMOLLM2, (2, 1, 2), (1, 1, 1, 2)), (NINE, (2, 1, 2, 2, 4), (1, 2, 1, 3, 2)),
-        (SMOLLM2, (1, 1, 1, 2, 1, 32), (1, 1, 1, 1, 1, 16)), (SMOLLM2, (1, 1, 1, 1, 1, 16), (1, 1, 1, 2, 1, 32)),
-        (NINE, (2, 1, 2, 1, 8, 32), (1, 1, 1, 3, 1, 48)), (NINE, (1, 1, 1, 3, 16, 48), (2, 1, 1, 2, 8, 32)),
-    ],
-)  # fmt: skip
+LAYOUTS: list[Any] = [
+    (SMOLLM2, (2,), (1,)), (SMOLLM2, (1,), (2,)),  # 2 heads and 1 of 3
+    (SMOLLM2, (2,), (3,)), (SMOLLM2, (4,), (2,)),  # two ranks have the same head
+    (NINE, (4,), (3,)), (NINE, (1, 2), (1, 3)), (NINE, (2, 2), (3,)),  # ends of heads and stages that differ
+    (NINE, (2,), (2,)),
+    # dcp, pcp, interleave, tokens of a block
+    (SMOLLM2, (1,), (1, 1, 1, 2)), (SMOLLM2, (1, 1, 1, 2), (1,)), (SMOLLM2, (1, 1, 1, 2), (1, 1, 1, 2)),
+    (SMOLLM2, (2, 1, 2), (1, 1, 1, 2)), (NINE, (2, 1, 2, 2, 4), (1, 2, 1, 3, 2)),
+    (SMOLLM2, (1, 1, 1, 2, 1, 32), (1, 1, 1, 1, 1, 16)), (SMOLLM2, (1, 1, 1, 1, 1, 16), (1, 1, 1, 2, 1, 32)),
+    (NINE, (2, 1, 2, 1, 8, 32), (1, 1, 1, 3, 1, 48)), (NINE, (1, 1, 1, 3, 16, 48), (2, 1, 1, 2, 8, 32)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config, of, to", LAYOUTS)
 @pytest.mark.parametrize("first", [0, 3])
 def test_every_number_is_where_it_belongs(
     config: ModelConfig, of: tuple[int, ...], to: tuple[int, ...], first: int, port: int
@@ -190,7 +196,7 @@ def test_every_number_is_where_it_belongs(
             owner.begin(KVWork(offers=tuple(("a", key, i) for i, key in enumerate(keys_of(theirs)))))
         for taker, part in zip(takers, parts_of(config, own), strict=True):
             wanted, heard = load(offer(theirs, port), own, first), list[int]()
-            taker.loaded = heard.extend
+            taker.loads.loaded = heard.extend
             assert fetch(taker, wanted) == (len(wanted.blocks), "")
             assert heard == list(wanted.blocks)
             for cache, expected in zip(taker.blocks, caches(part, own.block_size, kv), strict=True):
@@ -201,6 +207,86 @@ def test_every_number_is_where_it_belongs(
             server = owners[rank].server
             assert server is not None
             wait_until("nothing is held", lambda server=server: len(server.offered) == 0)
+
+
+def stored(folder: Path, config: ModelConfig, of: KVLayout, kv: npt.NDArray[np.uint16]) -> list[BlockStore]:
+    """What each rank has written of it."""
+    found = []
+    for part in parts_of(config, of):
+        blocks = caches(part, of.block_size, kv)
+        size = sum(cache.shape[1] for cache in blocks)
+        store = BlockStore(str(folder), identity(part, of.block_size), size, 1 << 30)
+        for number, key in enumerate(keys_of(of)):
+            store.write(key, copy_out(blocks, number, size))
+        found.append(store)
+    return found
+
+
+@contextmanager
+def readers(folder: Path, config: ModelConfig, own: KVLayout) -> Iterator[list[StoreLoads]]:
+    with ranks(config, own, 0) as takers, ExitStack() as stack:
+        found = [
+            StoreLoads(taker.loads, own, lambda name, size: BlockStore(str(folder), name, size, 1 << 30))
+            for taker in takers
+        ]
+        for each in found:
+            stack.callback(each.close)
+        yield found
+
+
+@pytest.mark.parametrize("config, of, to", LAYOUTS)
+def test_ranks_of_other_layouts_write_into_a_store_what_is_read(
+    config: ModelConfig, of: tuple[int, ...], to: tuple[int, ...], tmp_path: Path
+) -> None:
+    kv, theirs, own, first = whole(config), layout(config, *of), layout(config, *to), 3
+    stored(tmp_path, config, theirs, kv)
+    with readers(tmp_path, config, own) as takers:
+        for taker, part in zip(takers, parts_of(config, own), strict=True):
+            wanted, heard = load(msgspec.structs.replace(offer(theirs, 0), host=""), own, first), list[int]()
+            taker.loads.loaded = heard.extend
+            assert own_load(wanted, own) == (theirs == own)
+            if theirs == own:
+                continue
+            assert fetch(taker, wanted) == (len(wanted.blocks), "") and heard == list(wanted.blocks)
+            for cache, expected in zip(taker.loads.blocks, caches(part, own.block_size, kv), strict=True):
+                assert (cache[first:] == expected[first:]).all() and not cache[:first].any()
+
+
+@pytest.mark.parametrize("how", ["gone", "damaged", "dropped", "layout"])
+def test_what_a_store_has_not_of_one_of_several_ranks_does_not_count(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_store_loads, "COMES", 0.05 if how == "gone" else 60)
+    theirs, own = layout(SMOLLM2, 1, 1, 1, 2, 1, 32), layout(SMOLLM2, 1, 1, 1, 1, 1, 16)
+    stores = stored(tmp_path, SMOLLM2, theirs, whole(SMOLLM2))
+    path = stores[1]._path(keys_of(theirs)[5])
+    wanted = load(msgspec.structs.replace(offer(theirs, 0), host=""), own)
+    with readers(tmp_path, SMOLLM2, own) as (taker,):
+        match how:
+            case "gone" | "dropped":
+                path.unlink()
+            case "damaged":
+                path.write_bytes(path.read_bytes()[:-1] + b"?")
+            case _:
+                assert fetch(taker, msgspec.structs.replace(wanted, lease=impossible(wanted))) == (0, "layout")
+                return
+        if how != "dropped":
+            assert fetch(taker, wanted) == (10, how) and not path.exists()
+            return
+        taker.begin(KVWork(loads=(wanted,)))
+        wait_until("some are there", lambda: taker.loads.num_loaded == 10)
+        taker.begin(KVWork(dropped=(1,)))
+        before = [cache.copy() for cache in taker.loads.blocks]
+        stores[1].write(keys_of(theirs)[5], bytearray(stores[1].size))
+        taker.begin(KVWork(loads=(msgspec.structs.replace(wanted, number=2, lease=impossible(wanted)),)))
+        wait_until("it is done with it", lambda: taker.finished(waits=True) is not None)
+        assert all((one == two).all() for one, two in zip(before, taker.loads.blocks, strict=True))
+
+
+def impossible(of: KVLoad) -> KVOffer:
+    """An offer of a layout that nobody can have: it ends at once."""
+    assert isinstance(of.lease, KVOffer) and of.lease.layout is not None
+    return msgspec.structs.replace(of.lease, layout=msgspec.structs.replace(of.lease.layout, layers=(29,)))
 
 
 @pytest.mark.parametrize(
@@ -219,7 +305,7 @@ def test_what_one_of_several_ranks_lacks_does_not_count(
         for owner, count in zip(owners, counts, strict=True):
             owner.begin(KVWork(offers=tuple(("a", key, i) for i, key in enumerate(keys_of(theirs)[:count]))))
         heard: list[int] = []
-        taker.loaded = heard.extend
+        taker.loads.loaded = heard.extend
         assert fetch(taker, load(offer(theirs, port), own)) == (come, "gone")
         assert heard == [*range(come)], "others aren't whole"
 

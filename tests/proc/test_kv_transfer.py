@@ -211,14 +211,38 @@ def test_a_directory_is_a_common_store(small: Path, tmp_path: Path, pcp: int) ->
         wait_until("it is said", lambda: ask(one.url, [1, 2, 3]) and health().startswith("nothing can be written"))
 
 
-def test_a_store_of_lmcaches_is_a_common_one(small: Path, tmp_path: Path) -> None:
-    url, name = f"fs://here:1{tmp_path}/kv", "LMCacheConnectorV1"
-    both = [serve(small, 0, "kv_both", connector=name, remote_url=url) for _ in range(2)]
-    with both[0] as one, both[1] as other, Proxy(one.url, other.url) as proxy:
-        for seed in (50, 51):
-            expected = tokens(ask(other.url, mixed(seed), cache_salt="alone"))
-            answer = ask(proxy.url, mixed(seed))
-            assert tokens(answer) == expected and cached(answer) == BLOCKS * 16
+PCP, DCP, ONE = {"pcp": 2}, {"tp": 2, "dcp": 2}, dict[str, int]()
+LMCACHE = "LMCacheConnectorV1"
+
+
+@pytest.mark.parametrize(
+    ("connector", "layouts", "there"),
+    [
+        (LMCACHE, (ONE, PCP), 18 * 32), pytest.param(LMCACHE, (ONE, ONE), BLOCKS * 16, marks=pytest.mark.long),
+        pytest.param("directory", (PCP, DCP), 18 * 32, marks=pytest.mark.long),
+        pytest.param("directory", ({"tp": 2}, ONE), BLOCKS * 16, marks=pytest.mark.long),
+    ],
+)  # fmt: skip
+def test_what_one_layout_has_stored_another_goes_on_with(
+    small: Path, tmp_path: Path, connector: str, layouts: tuple[dict[str, int], ...], there: int
+) -> None:
+    """Both ways, told by a proxy."""
+    more = {"path": f"{tmp_path}/kv"} if connector == "directory" else {"remote_url": f"fs://here:1{tmp_path}/kv"}
+    one, other = (serve(small, 0, "kv_both", connector=connector, **layout, **more) for layout in layouts)
+    with one, other:
+        for seed, (computes, goes_on) in enumerate(((one, other), (other, one)), 50):
+            expected = tokens(ask(goes_on.url, mixed(seed), cache_salt="alone"))
+            before = metric(computes, "tier_saved_blocks_total", store=connector)
+            params = ask(computes.url, mixed(seed), max_tokens=1, kv_transfer_params=NOBODY)["kv_transfer_params"]
+            least = before + len(params["remote_block_ids"])
+
+            def written(server: Server = computes, least: float = least) -> bool:
+                held(server)
+                return metric(server, "tier_saved_blocks_total", store=connector) >= least
+
+            wait_until("it is written", written)
+            answer = ask(goes_on.url, mixed(seed), kv_transfer_params=params)
+            assert tokens(answer) == expected and cached(answer) == there
 
 
 def test_heads_go_where_another_layout_has_them(small: Path) -> None:
@@ -232,9 +256,6 @@ def test_heads_go_where_another_layout_has_them(small: Path) -> None:
             answer = ask(goes_on.url, mixed(seed), kv_transfer_params=answer["kv_transfer_params"])
             assert tokens(answer) == tokens(expected) and cached(answer) == BLOCKS * 16
             wait_until("nothing is held", lambda server=computes: held(server) == 0)
-
-
-PCP, DCP, ONE = {"pcp": 2}, {"tp": 2, "dcp": 2}, dict[str, int]()
 
 
 @pytest.mark.parametrize(

@@ -53,3 +53,16 @@ def test_an_offer_comes_as_it_was_made() -> None:
 )  # fmt: skip
 def test_nothing_of_it_can_be_changed(change: dict[str, Any]) -> None:
     assert offer_of(handed_over() | {"remote_layers": [3, 2]} | change) is None
+
+
+def test_of_a_store_it_says_whose_layout_wrote() -> None:
+    """Nobody has signed, and nobody is contacted."""
+
+    def lease(params: dict[str, Any]) -> Any:
+        shared = TransferConfig("LMCacheConnectorV1", False, True, "e", remote_url="fs://here:1/kv")
+        body = CompletionRequest.model_validate({"model": "m", "prompt": "x", "kv_transfer_params": params})
+        return Transfers(shared, b"", KVLayout(1, (5,), 16)).asked(body, [SUBMIT])[0].lease
+
+    told = handed_over() | {"remote_layers": [3, 2], "remote_host": None, "remote_port": None}
+    assert lease(told) == KVOffer("r", (0,), "", 0, LAYOUT)
+    assert lease(told | {"remote_layers": None}) == KVOffer("r", (0,), "", 0)
