@@ -5,6 +5,7 @@ tests/ray."""
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from typing import Any
@@ -20,7 +21,12 @@ pytestmark = needs_smollm2
 
 OPTIONS = {"dtype": "float32", "quantization": "none", "max_model_len": 1024, "kv_cache_memory": "512MiB"}
 COUNT = 24
-LAYOUTS = {"tp=2": (2, 1), "tp=3": (3, 1), "pp=2": (1, 2), "tp=2 pp=2": (2, 2)}
+TP, PP, PCP = "tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size"
+TWO = {TP: 2, "decode_context_parallel_size": 2}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp=2": {TP: 2}, "tp=3": {TP: 3}, "pp=2": {PP: 2}, "tp=2 pp=2": {TP: 2, PP: 2},
+    "tp=2 dcp=2": TWO, "pcp=2": {PCP: 2}, "tp=2 dcp=2 pcp=2": {**TWO, PCP: 2},
+}  # fmt: skip
 Answers = list[tuple[list[int], list[float]]]
 
 
@@ -50,24 +56,25 @@ def test_some_prompts_in_the_layout_that_has_what_the_others_have() -> None:
     some = PROMPTS[::8]
     with LLM("smollm2", **OPTIONS) as llm:
         alone = answers(llm, some)
-    with LLM("smollm2", **OPTIONS, tensor_parallel_size=2, pipeline_parallel_size=2) as llm:
+    with LLM("smollm2", **OPTIONS, **TWO, pipeline_parallel_size=2) as llm:
         check(answers(llm, some), alone)
 
 
 @pytest.mark.long
+@pytest.mark.row("P1", "P19")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_processes(expected: Answers, layout: str) -> None:
-    tp, pp = LAYOUTS[layout]
-    options: dict[str, Any] = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    options = LAYOUTS[layout]
+    ranks = math.prod(options.get(axis, 1) for axis in (TP, PP, PCP))
     with LLM("smollm2", **OPTIONS, **options) as llm:
-        assert (llm.facts.executor, llm.facts.link, len(set(llm.facts.ranks))) == ("mp", "shm", tp * pp)
+        assert (llm.facts.executor, llm.facts.link, len(set(llm.facts.ranks))) == ("mp", "shm", ranks)
         check(answers(llm), expected)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", ["tp=2", "tp=2 pp=2"])
 def test_an_outer_launcher(expected: Answers, layout: str) -> None:
-    tp, pp = LAYOUTS[layout]
+    tp, pp = (LAYOUTS[layout].get(axis, 1) for axis in (TP, PP))
     run = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(tp * pp),
          "--master-port", str(free_port()), "-m", "planaria", "generate", "smollm2",

@@ -118,8 +118,11 @@ def one_process(generate: list[str]) -> list[object]:
 
 
 @pytest.mark.row("P18")
-def test_two_nodes_on_one_machine_give_the_same_tokens(generate: list[str], one_process: list[object]) -> None:
-    args = [*generate, "-pp", "2", "--nnodes", "2", "--master-port", str(free_port())]
+@pytest.mark.parametrize("axis", ["-pp", pytest.param("-pcp", marks=pytest.mark.long)])
+def test_two_nodes_on_one_machine_give_the_same_tokens(
+    generate: list[str], one_process: list[object], axis: str
+) -> None:
+    args = [*generate, axis, "2", "--nnodes", "2", "--master-port", str(free_port())]
     with Command(*args, "--node-rank", "1") as other:
         run = planaria(*args, timeout=300)
         assert other.wait() == 0, other.text()

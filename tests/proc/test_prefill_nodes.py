@@ -20,11 +20,12 @@ from tests.proc.test_prefill_decode import ASKED, OPTIONS, engines, expected, me
 __all__ = ["expected", "plain"]  # fixtures
 
 
-@pytest.fixture(scope="module")
-def nodes(small: Path) -> Iterator[tuple[Server, Command]]:
-    """The server's node computes prompts, the agent's goes on with them."""
-    words = [str(small), *OPTIONS, "--nnodes", "2", "--master-port", str(free_port()), "--threads", "1"]
-    words += ["--prefill-engines", "1", "--decode-engines", "1"]
+@pytest.fixture(scope="module", params=["-pcp 2", pytest.param("", marks=pytest.mark.long)], ids=["pcp", "one rank"])
+def nodes(request: pytest.FixtureRequest, small: Path) -> Iterator[tuple[Server, Command]]:
+    """The server's node computes prompts, the agent's goes on with them. Each rank has what ranks send that have its
+    tokens."""
+    words = [str(small), *OPTIONS, *request.param.split(), "--prefill-engines", "1", "--decode-engines", "1"]
+    words += ["--nnodes", "2", "--master-port", str(free_port()), "--threads", "1"]
     agent = Command("serve", *words, "--node-rank", "1")
     try:
         with Server(*words) as server:

@@ -17,10 +17,5 @@ pytestmark = [needs_smollm2, pytest.mark.long]
 @pytest.mark.parametrize("link", ["queue", "compiled-graph"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ray(local_ray: Any, expected: Answers, layout: str, link: str) -> None:  # noqa: F811
-    tp, pp = LAYOUTS[layout]
-    options: dict[str, Any] = {
-        "tensor_parallel_size": tp, "pipeline_parallel_size": pp, "distributed_executor_backend": "ray",
-        "ray_link": link,
-    }  # fmt: skip
-    with LLM("smollm2", **OPTIONS, **options) as llm:
+    with LLM("smollm2", **OPTIONS, **LAYOUTS[layout], distributed_executor_backend="ray", ray_link=link) as llm:
         check(answers(llm), expected)
