@@ -36,8 +36,9 @@ class Launcher(Protocol):
 
     def replace(self, ranks: Sequence[int], layout: Layout) -> list[Place]:
         """End these ranks for certain, then see that `layout` has all of its ranks; where they are now. Those that live
-        keep their numbers where these are in `layout`, else take the place of others, or end. Raises OSError: not
-        now; Infeasible: too few places, but enough for its `nearest`; CapacityError."""
+        keep their numbers where these have the same part of the model in `layout`, else take places that have it, or
+        those of others, or end. Raises OSError: not now; Infeasible: too few places, but enough for its `nearest`;
+        CapacityError."""
         ...
 
     def give_up(self, ranks: Sequence[int]) -> None:

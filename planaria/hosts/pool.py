@@ -2,7 +2,8 @@
 from a clock that it is given, and processes from a host.
 
 A slot whose processes end again and again is not used any more until one that was started in it, in reserve, says that
-it is ready. Processes go to nodes by `placed`; on a node whoever lives keeps its number.
+it is ready. Processes go to nodes by `placed`; on a node whoever lives keeps its number, or takes one with the same
+part of the model.
 """
 
 from __future__ import annotations

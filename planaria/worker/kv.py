@@ -38,6 +38,7 @@ from planaria.worker.kv_sums import BlockSums
 if TYPE_CHECKING:
     from planaria.kernels.ops import Ops
     from planaria.topology.kv_parts import KVRect
+    from planaria.types import KVLayout
     from planaria.worker.kv_layout import Items
     from planaria.worker.kv_peers import KVPeers
     from planaria.worker.kv_recut import Recut
@@ -193,14 +194,16 @@ class RankKV:
         def identity() -> bytes:
             return identity_of(config, layout, self.rank, f"{kernels} {size}", weights())
 
-        def of_part(part: KVRect, block_size: int) -> bytes:
-            return identity_of_part(config, part, block_size, kernels, weights())
+        def of_part(part: KVRect, of: KVLayout) -> bytes:
+            """In a store of those who have that layout alone, for what has the same key there is found by it."""
+            written = of if network is None else None
+            return identity_of_part(config, part, of.block_size, kernels, weights(), written)
 
         recut = self._recut(config, layout, model, ops, of_part) if transfer is not None else None
 
         def common() -> bytes:
             """Of what servers of other layouts read, too."""
-            return identity() if recut is None else of_part(recut.own[self.rank], recut.block_size)
+            return identity() if recut is None else of_part(recut.own[self.rank], mine)
 
         def opened(name: str, make: MakeStore, rate: float, own: Callable[[], bytes]) -> StoreThreads | Unconnected:
             try:
@@ -240,7 +243,7 @@ class RankKV:
         return {"stored": stored}
 
     def _recut(
-        self, config: EngineConfig, layout: Layout, model: Any, ops: Ops, identity: Callable[[KVRect, int], bytes]
+        self, config: EngineConfig, layout: Layout, model: Any, ops: Ops, identity: Callable[[KVRect, KVLayout], bytes]
     ) -> Recut | None:
         """None: caches are somebody else's."""
         if config.model.foreign is not None:
@@ -350,10 +353,13 @@ def identity_of(config: EngineConfig, layout: Layout, rank: int, kernels: str, w
     return _identity(config, place, kernels, weights)
 
 
-def identity_of_part(config: EngineConfig, part: KVRect, block_size: int, kernels: str, weights: str) -> bytes:
-    """Of a part of each block of so many tokens, whichever layout's rank has it. 16 bytes."""
+def identity_of_part(
+    config: EngineConfig, part: KVRect, block_size: int, kernels: str, weights: str, written: KVLayout | None = None
+) -> bytes:  # fmt: skip
+    """Of a part of each block of so many tokens, whichever layout's rank has it, or of those that this one has written.
+    16 bytes."""
     layers, heads, stripes = part
-    place: list[object] = [[layers.start, layers.stop], [heads.start, heads.stop], stripes, block_size]
+    place: list[object] = [[layers.start, layers.stop], [heads.start, heads.stop], stripes, block_size, written]
     return _identity(config, place, kernels, weights)
 
 

@@ -87,12 +87,12 @@ class CutSource(PartSource):
 class Recut:
     """Of the rank `rank` of an engine in which ranks have these parts of the KV of `model`, in blocks of `block_size`
     tokens on all ranks; blocks: of its caches, layer by layer; items: of a layer whose caches have so many heads and
-    tokens in a block (raises PlanariaError where there can't be one); identity: of a part of blocks of so many tokens.
+    tokens in a block (raises PlanariaError where there can't be one); identity: of a part, of blocks of that layout.
     """
 
     def __init__(
         self, model: ModelConfig, own: Sequence[KVRect], rank: int, blocks: Blocks, block_size: int,
-        items: Callable[[int, int], Items], identity: Callable[[KVRect, int], bytes],
+        items: Callable[[int, int], Items], identity: Callable[[KVRect, KVLayout], bytes],
     ) -> None:  # fmt: skip
         self.model, self.own, self.rank, self.block_size, self.items = model, own, rank, block_size, items
         self.identity = identity
@@ -126,7 +126,7 @@ class Recut:
             parts.setdefault(rank, []).append(part)
         return [
             CutSource(
-                rank, self.identity(held[rank], size),
+                rank, self.identity(held[rank], layout),
                 len(held[rank].layers) * sum(each.size for each in found[len(held[rank].heads)]) * self.number,
                 takers[rank], size, self.block_size, self.number,
                 partial(self._spans, held[rank], found[len(held[rank].heads)], some),

@@ -95,8 +95,8 @@ def items(heads: int, tokens: int) -> list[npt.NDArray[np.intp]]:
     return [each.reshape(heads, tokens, NUMBERS) for each in (every, shuffled)]
 
 
-def identity(part: KVRect, block_size: int) -> bytes:
-    return hashlib.sha256(f"{part} {block_size}".encode()).digest()[:16]
+def identity(part: KVRect, of: KVLayout) -> bytes:
+    return hashlib.sha256(f"{part} {of.block_size}".encode()).digest()[:16]
 
 
 def caches(part: KVRect, block_size: int, kv: npt.NDArray[np.uint16]) -> list[npt.NDArray[np.uint8]]:
@@ -123,7 +123,7 @@ def ranks(
         blocks = caches(part, block_size, whole(config) * 0 if kv is None else kv)
         recut = Recut(config, parts, rank, blocks, block_size, items, identity)
         size, news = sum(cache.shape[1] for cache in blocks), threading.Condition()
-        found.append(KVPeers(said, b"s" * 32, rank, rank, identity(part, block_size), blocks, size, recut, None, news))
+        found.append(KVPeers(said, b"s" * 32, rank, rank, identity(part, of), blocks, size, recut, None, news))
     with ExitStack() as stack:
         for each in found:
             assert not each.why
@@ -215,7 +215,7 @@ def stored(folder: Path, config: ModelConfig, of: KVLayout, kv: npt.NDArray[np.u
     for part in parts_of(config, of):
         blocks = caches(part, of.block_size, kv)
         size = sum(cache.shape[1] for cache in blocks)
-        store = BlockStore(str(folder), identity(part, of.block_size), size, 1 << 30)
+        store = BlockStore(str(folder), identity(part, of), size, 1 << 30)
         for number, key in enumerate(keys_of(of)):
             store.write(key, copy_out(blocks, number, size))
         found.append(store)

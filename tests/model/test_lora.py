@@ -53,7 +53,14 @@ def requests_of(folders: list[Path]) -> list[LoRARequest | None]:
 @pytest.mark.parametrize(
     "options",
     representatives(
-        [{"kernels": "native"}, {"kernels": "torch"}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}],
+        [
+            {"kernels": "native"},
+            {"kernels": "torch"},
+            {"tensor_parallel_size": 2},
+            {"pipeline_parallel_size": 2},
+            {"prefill_context_parallel_size": 2},
+            {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+        ],
         {"kernels": "native"},
         {"tensor_parallel_size": 2},
     ),

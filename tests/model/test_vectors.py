@@ -77,8 +77,11 @@ LAYOUTS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+SHARED: list[dict[str, Any]] = [
+    {"prefill_context_parallel_size": 2}, {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
+]  # fmt: skip
 # Each kind in one layout, each layout with one kind.
-EACH = [(kind, options) for kind in KINDS for options in LAYOUTS]
+EACH = [(kind, options) for kind in KINDS for options in [*LAYOUTS, *SHARED]]
 
 
 @pytest.mark.parametrize(
