@@ -45,24 +45,27 @@ def test_experts_of_two_ranks(
 
 
 SHARES = {"prefill_context_parallel_size": 2}
-FEW = texts(100, [(40, 4), (20, 4)])
+FEW = texts(100, [(40, 3), (20, 3)])
 
 
 @pytest.mark.row("P1")
 @pytest.mark.parametrize(
-    ("rank", "layout"),
+    ("rank", "layout", "dies"),
     [
-        ("InterpretedRank", {**SHARES, **EP}),
-        pytest.param("InterpretedRank", {**SHARES, "tensor_parallel_size": 2}, marks=pytest.mark.long),
-        pytest.param("StagedRank", {**SHARES, "pipeline_parallel_size": 2}, marks=pytest.mark.long),
+        ("InterpretedRank", {**SHARES, **EP}, False),
+        pytest.param("InterpretedRank", {**SHARES, "tensor_parallel_size": 2}, True, marks=pytest.mark.long),
+        pytest.param("StagedRank", {**SHARES, "pipeline_parallel_size": 2}, True, marks=pytest.mark.long),
     ],
 )
-def test_shares_of_a_step(model: Path, expected: list[list[int]], rank: str, layout: dict[str, Any]) -> None:
-    """Prefill context ranks, with the kernels for GPUs: also when one is replaced."""
+def test_shares_of_a_step(
+    model: Path, expected: list[list[int]], rank: str, layout: dict[str, Any], dies: bool
+) -> None:  # fmt: skip
+    """Prefill context ranks, with the kernels for GPUs."""
     if rank == "InterpretedRank":
         pytest.importorskip("triton", reason="Triton is not installed: there is none for this platform")
-    wanted = [tokens[:4] for tokens in expected]
+    wanted = [tokens[:3] for tokens in expected]
     with Engine(str(model), worker_cls=f"{StagedRank.__module__}.{rank}", **layout, **OPTIONS) as engine:
         assert engine.run(FEW) == wanted
-        assert engine.run(FEW, 2, lambda: engine.kill(1, signal.SIGKILL)) == wanted
-        assert len(engine.recoveries) == 1
+        if dies:
+            assert engine.run(FEW, 1, lambda: engine.kill(1, signal.SIGKILL)) == wanted
+            assert len(engine.recoveries) == 1

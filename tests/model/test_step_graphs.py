@@ -14,7 +14,7 @@ import torch
 from planaria.kernels.gpu.draw import Drawer
 from planaria.kernels.gpu.graphs import MOST_ROWS, OFTEN, StepGraphs, StepShape, shape_of
 from planaria.kernels.gpu.ops import GpuOps
-from planaria.kernels.gpu.step import Places, lay_out
+from planaria.kernels.gpu.step import NOBODY, Places, lay_out
 from planaria.kernels.ops import Batch
 from planaria.mesh.comm import CollectiveAborted, Solo
 from planaria.protocol import FreeMemory
@@ -187,7 +187,8 @@ def test_rows_of_nobody_store_nothing_and_see_nothing(each: int) -> None:
     lines = np.arange(8 * each)[lay_out(smaller, places, 16, 8, each, 9)]
     assert list(lines) == list(range(4 * each + 1)), "a sequence's tokens begin at its own"
     nobody = np.delete(np.arange(8 * each), lines)
-    assert set(places.host["slots"][nobody]) == {-1} and set(places.host["loras"][nobody]) == {-1}
+    assert set(places.host["slots"][nobody]) == {NOBODY["slots"]} and NOBODY["slots"] < -1, "not another rank's either"
+    assert set(places.host["loras"][nobody]) == {-1}
     assert list(places.host["slots"][lines]) == list(range(4 * each + 1))
     assert not places.host["tokens"][nobody].any() and not places.host["lengths"][5:8].any()
     assert list(places.host["starts"][:9]) == list(range(0, 8 * each + 1, each))
