@@ -29,8 +29,10 @@ import argparse
 import contextlib
 import itertools
 import json
+import os
 import re
 import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -58,6 +60,7 @@ from planaria.structured.vocabulary import make_vocabulary
 from planaria.types import StructuredOutputsParams
 
 OUT = Path(__file__).resolve().parent / "out"
+UP = "up"  # is said by what runs beside, when it does
 PROMPT = "A list of ten pets, as JSON: "
 PET = {
     "type": "object",
@@ -253,6 +256,7 @@ def door(options: argparse.Namespace) -> dict[str, Any]:
     spent: dict[str, list[float]] = {}
     said: set[int] = set()
     check.grammar(form(choice=["warm"]), "structured_outputs")
+    print(UP, flush=True)
     began = time.monotonic()
     for number in range(options.first, options.first + options.count):
         given = drawn(-1 - number)
@@ -286,11 +290,18 @@ def door(options: argparse.Namespace) -> dict[str, Any]:
     return {"verdicts": found, "seconds": seconds, "cpu": cpu}
 
 
+def _beside(command: list[str]) -> subprocess.Popen[str]:
+    """What it runs, once it is up."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0)
+    assert process.stdout is not None and process.stdout.readline() == UP + "\n"
+    return process
+
+
 def beside(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Milliseconds, by what the eight others are and what else runs."""
     door = [sys.executable, "-m", __spec__.name, "door", "--model", options.model]
-    idle = "import os\nos.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nwhile True: pass"
-    spin = [sys.executable, "-c", idle]
+    idle = "import os\nos.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\n"
+    spin = [sys.executable, "-c", f"{idle}print('{UP}', flush=True)\nwhile True: pass"]
     kinds: dict[str, tuple[bool, list[str]]] = {
         "held to grammars": (True, []), "held to grammars, beside checks": (True, door), "free": (False, []),
         "free, beside a process that counts": (False, spin), "free, beside checks": (False, door),
@@ -322,10 +333,10 @@ def beside(options: argparse.Namespace) -> dict[str, dict[str, float]]:
             held = [checked() for _ in range(SHORT * LASTS // 24)]
             free: list[SamplingParams] = []  # as long as those, since who comes is what others see most of
             for kind, (bound, command) in kinds.items():
-                with subprocess.Popen(command) if command else contextlib.nullcontext() as process:
+                with _beside(command) if command else contextlib.nullcontext() as process:
                     counts = run(kind, held if bound else free)
                     if process is not None:
-                        process.kill()
+                        os.killpg(process.pid, signal.SIGKILL)  # what it started, too
                 if not free:
                     free = [SamplingParams(max_tokens=max(1, n), seed=i, ignore_eos=True) for i, n in enumerate(counts)]
             if not number:  # warm
