@@ -14,7 +14,7 @@ _numbers = itertools.count()
 
 # Waits until nobody holds its input any more.
 REMOVE = """
-cat > /dev/null
+while read -r line; do :; done
 for space; do ip netns pids "$space" | xargs -r kill -9; ip netns del "$space"; rm -rf "/etc/netns/$space"; done
 """
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from tests.proc.networks import Networks
+from tests.proc.networks import REMOVE, Networks
 from tests.proc.servers import wait_until
 
 Reserved = dict[int, tuple[str, str, int]]  # by pid: node, placement group, bundle
@@ -50,11 +50,12 @@ while True:
 
 
 def ray_processes() -> set[int]:
-    """Below this process. What Python keeps for itself as long as it runs is not Ray's."""
+    """Below this process. What Python keeps for itself as long as it runs, and networks' remover, are not Ray's."""
     found = set()
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile
-            if "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
+            command = " ".join(process.cmdline())
+            if "multiprocessing.resource_tracker" not in command and REMOVE not in command:
                 found.add(process.pid)
     return found
 
