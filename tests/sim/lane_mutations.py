@@ -70,6 +70,18 @@ def load_where_the_configuration_says() -> Iterator[None]:
 
 
 @contextmanager
+def load_all_at_once() -> Iterator[None]:
+    """However few may read weights at a time."""
+    begin = BringUp.__init__
+
+    def unlimited(self: BringUp, *args: Any, **more: Any) -> None:
+        begin(self, *args, **{**more, "loading": None})
+
+    with patch.object(BringUp, "__init__", unlimited):
+        yield
+
+
+@contextmanager
 def rearrange_while_a_resize_runs() -> Iterator[None]:
     """What moves experts is not told of other ranks."""
     formed = Balancing.formed

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from planaria.config.options import ParallelConfig
 from planaria.executor.boot import SPARE, RankBoot
 from planaria.hosts.host import Place, Slot
 from planaria.node import home
@@ -275,7 +276,11 @@ class Process:
     @property
     def context(self) -> Context | None:
         """None: it has all tokens."""
-        return Context(self) if self.sim.scenario.config.parallel.context(self.layout).size > 1 else None
+        return Context(self) if self._config.context(self.layout).size > 1 else None
+
+    @property
+    def _config(self) -> ParallelConfig:
+        return self.sim.scenario.config.parallel
 
     @property
     def _is_prepared(self) -> bool:
@@ -340,6 +345,8 @@ class Process:
             case Regroup():
                 self.experts.enter()
             case Load():
+                at_once, most = len(command.ranks) or self.layout.size, self._config.max_parallel_loading_workers
+                self.world.require(most is None or at_once <= most, "turns", f"{at_once} ranks may read, not {most}")
                 if self._reads(command):
                     same = self.part is not None and self.part[1:] == self._own[1:] and not self.moved
                     self.world.require(not same, "weights", f"pid {self.pid} had {self.part} and reads {self._own}")

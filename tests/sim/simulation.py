@@ -16,7 +16,8 @@ Rules that must hold, by name
 - same maps, held, prepared, weights, bytes: of experts, see experts.py
 - only committed, same bytes: of KV on disk, see tier.py
 - detect: harm is noticed within its bound; ends: everything is over soon after the last fault
-- gives up: the engine ends only after its limit, and then; weights: what a process loaded it keeps
+- gives up: the engine ends only after its limit, and then; weights: what a process loaded it keeps;
+  turns: no more ranks read them at a time than may
 - leaks: no block, row, process or link is left; crash: nothing raises what nobody catches
 """
 
