@@ -82,7 +82,7 @@ class Case:
 
     def cache(self, first: int) -> PagedKV:
         size = self.ops.kv_block_bytes(BLOCK, self.kv_heads, self.dim)
-        region = MappedRegion(memoryview(self.memory[first * size :]))
+        region = MappedRegion(self.memory[first * size :].data)
         return PagedKV(region, BLOCK, self.kv_heads, self.dim, size)
 
     def zigzag(self) -> npt.NDArray[np.int64]:

@@ -181,6 +181,7 @@ def test_a_steady_step_is_said_in_sixteen_bytes() -> None:
     once."""
     steady = StepPlan(epoch=3, step=1000, lanes=((),), freed_rows=((),))
     assert len(encode_command(steady)) <= 16
-    fresh = Fresh([49151] * 1024, 1024, SamplingParams(), seed=2**31)
-    row = Row(0, 0, 1024, tuple(range(64)), True, fresh)
-    assert len(encode_command(msgspec.structs.replace(steady, lanes=((row,),)))) < 3.5 * 1024
+    for count, most, without in ((128, 440, 48), (1024, 3200, 112), (8192, 26_000, 1200)):
+        for tokens, limit in (([49151] * count, most), (list[int](), without)):
+            row = Row(0, 0, count, tuple(range(count // 16)), True, Fresh(tokens, count, SamplingParams(), seed=2**31))
+            assert len(encode_command(msgspec.structs.replace(steady, lanes=((row,),)))) < limit

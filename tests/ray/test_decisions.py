@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from planaria.config.options import ParallelConfig
 from planaria.env import RaySettings, ray_settings
 from planaria.errors import ConfigError
 from planaria.executor import patience
 from planaria.executor.patience import FIRST, Patience
 from planaria.executor.ray.environment import Scope, kind, merge, offered, read_at_start
+from planaria.executor.ray.fleet import RayHosts
 from planaria.executor.ray.groups import check_bundles, too_small
 from planaria.executor.ray.names import actor_name
 from planaria.topology import Bundle, Infeasible, Layout, cluster_of_bundles, place, place_at
+from planaria.topology.packing import Packing
 
 
 @pytest.mark.row("R5")
@@ -99,6 +106,19 @@ def test_a_bundle_must_reserve_what_a_rank_asks_for_and_one_device_at_most() -> 
 def test_a_rank_on_the_drivers_node_can_be_asked_for() -> None:
     with pytest.raises(Infeasible, match="driver's node"):
         place(cluster_of_bundles(bundles(("a", 1)), head="driver"), Layout(), driver_inside=True)
+
+
+@pytest.mark.row("R6")
+@pytest.mark.parametrize("inside", [True, False])
+def test_engines_in_a_users_groups_may_have_to_have_the_drivers_node(inside: bool) -> None:
+    packing = Packing.of(place(cluster_of_bundles(bundles(("a", 1))), Layout()))
+    config: Any = SimpleNamespace(parallel=ParallelConfig())
+    hosts: Any = RayHosts(config, RaySettings(driver_inside=inside))
+    hosts.connection = SimpleNamespace(node="driver", snapshot=lambda resource: None)
+    hosts._headed = lambda cluster: SimpleNamespace(head="driver")
+    hosts.given = SimpleNamespace(pack=lambda *asked, head: packing)
+    with pytest.raises(Infeasible, match="driver's node driver") if inside else nullcontext():
+        assert hosts.plan([0]) == packing
 
 
 @pytest.mark.parametrize(

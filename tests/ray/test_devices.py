@@ -56,7 +56,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         os.environ.pop("RAY_ADDRESS", None)
 
 
-@pytest.mark.row("P14", "R9", "R10")
+@pytest.mark.row("P14", "R8", "R9", "R10")
 def test_what_ranks_on_accelerators_reserve_and_are_started_with(
     cluster: Any, weightless: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,8 +84,10 @@ def test_what_ranks_on_accelerators_reserve_and_are_started_with(
                 assert said in at_start["PROFILED"]
         assert llm.collective_rpc("imported", args=["of_the_users", "WHAT"]) == ["in the folder"] * 2
         assert llm.collective_rpc("imported", args=["library", "WHAT"]) == ["a package"] * 2
-        from ray.util import placement_group_table
+        from ray.util import list_named_actors, placement_group_table
 
+        names = sorted(name.split("-", 2)[2] for name in list_named_actors() if name.startswith("planaria-"))
+        assert names == ["tp0-e0", "tp1-e0"]
         (group,) = live_groups()
         assert list(placement_group_table()[group]["bundles"].values()) == [{"GPU": 1.0}] * 2
         asked = required()
