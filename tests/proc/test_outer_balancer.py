@@ -1,5 +1,6 @@
-"""Servers of one engine each behind a balancer that others wrote: engines that die are a pause behind their own server;
-a server that dies with all it has costs its own streams, and no request that has had no answer yet."""
+"""Servers of an engine, or of a node's engines, behind a balancer that others wrote: engines that die are a pause
+behind their own server; a server that dies with all it has costs its own streams, and no request that has had no answer
+yet."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import pytest
 
 from tests.proc.asking import ask_all
 from tests.proc.balancers import KINDS, Balancer
-from tests.proc.servers import TINY, Server, titled, wait_until
+from tests.proc.servers import TINY, Server, wait_until
 from tests.proc.sockets import free_port
 
 ASKED = [([7, 3, 9, i], 48) for i in range(1, 9)]
@@ -26,17 +27,25 @@ class Pods(NamedTuple):
     servers: list[Server]
     ports: list[int]
     model: str
+    nodes: bool  # the first server has two engines of three
 
-    def start(self, rank: int) -> Server:
-        return Server(self.model, *TINY, "-dp", "2", "--data-parallel-rank", str(rank), port=self.ports[rank])
+    def start(self, number: int) -> Server:
+        which = ["-dp", "2", "--data-parallel-rank", str(number)]
+        if self.nodes:
+            first, count = ("0", "2") if number == 0 else ("2", "1")
+            which = ["-dp", "3", "--data-parallel-start-rank", first, "--data-parallel-size-local", count]
+        return Server(self.model, *TINY, *which, port=self.ports[number])
 
 
-@pytest.fixture(params=[KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.long)])
+@pytest.fixture(
+    params=[(KINDS[0], True), *(pytest.param((kind, False), marks=pytest.mark.long) for kind in KINDS)], ids=str
+)
 def pods(request: pytest.FixtureRequest, small: Path, tmp_path: Path) -> Iterator[Pods]:
     ports = [free_port(), free_port()]
-    balancer = Balancer(request.param, ports, tmp_path)
-    made = Pods(balancer, [], ports, str(small))
-    made.servers.extend(made.start(rank) for rank in (0, 1))
+    kind, nodes = request.param
+    balancer = Balancer(kind, ports, tmp_path)
+    made = Pods(balancer, [], ports, str(small), nodes)
+    made.servers.extend(made.start(number) for number in (0, 1))
     try:
         for server in made.servers:
             server.wait_ready()
@@ -54,11 +63,11 @@ def _served(server: Server) -> float:
 
 
 @pytest.mark.row("P2", "P5")
-def test_a_server_for_each_engine_behind_a_balancer(pods: Pods) -> None:
+def test_servers_behind_a_balancer(pods: Pods) -> None:
     expected = ask_all(pods.balancer.url, pods.model, ASKED)
     served = [_served(server) for server in pods.servers]
     assert all(served), served
-    assert [titled(server.pid, "engine") != [] for server in pods.servers] == [True, True]
+    assert [len(server.engine_pids()) for server in pods.servers] == [2 if pods.nodes else 1, 1]
 
     # an engine's end is a pause behind its own server, which balancers don't hear of
     harmed = pods.servers[1].engine_pid()
