@@ -187,7 +187,7 @@ def test_the_enclosing_group_is_used(connection: Any, group: Any) -> None:
     assert len(bundles) == 2 and 0 not in bundles and not owned
 
 
-@pytest.mark.row("R5")
+@pytest.mark.row("R5", "R6")
 def test_a_broken_rule_is_not_waited_for(connection: Any) -> None:
     with pytest.raises(CapacityError, match="driver's node"):
         obtain(connection, Layout(tp=2), driver_inside=True)
