@@ -1,4 +1,4 @@
-"""How many examples Hypothesis draws, and which files a run begins with.
+"""How many examples Hypothesis draws, which files a run begins with, and what collecting them costs.
 
 Rules: the default run draws the same examples each time and lets none be too slow, so that a busy machine changes
 nothing; `--hypothesis-profile=search` draws others, and forty times as many. The files that take longest come first,
@@ -6,16 +6,22 @@ so that no worker of a parallel run ends with one of them (the Makefile has xdis
 one worker: its files share a cluster, and no two of them run beside each other.
 Torch's threads sleep while they wait, here and in every process that a test starts: where there are more of them than
 cores they spent five sixths of all time in waiting loops.
+What was collected is not looked through for garbage again and again, and Hypothesis does not read the whole package for
+constants to draw (which would make examples depend on the tests that ran before, too): each worker collects all tests.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
 
+gc.disable()  # while all of it is imported
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
 
 settings.register_profile(
@@ -23,6 +29,10 @@ settings.register_profile(
 )
 settings.register_profile("search", settings.get_profile("planaria"), max_examples=1000, derandomize=False)
 settings.load_profile("planaria")
+
+_constants = providers._get_local_constants
+# It is asked for when tests have been collected, and by each of them.
+providers._get_local_constants = lambda: Constants() if settings().derandomize else _constants()
 
 RAY = "tests/ray/"
 LONGEST_FIRST = (
@@ -53,6 +63,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return RAY if nodeid.startswith(RAY) else str(super()._split_scope(nodeid))
 
     return ByFile(config, log)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else libraries name what they think is leaked
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import msgspec
 import pytest
-from anthropic.types import message_count_tokens_params, message_create_params
 
 from planaria.errors import RequestError
 from planaria.server.schema import parse
@@ -18,12 +16,17 @@ from tests.api.conftest import TLS
 from tests.api.test_tools import TEMPLATE, Talk, marked, talk  # noqa: F401  (fixtures)
 from tests.pure.test_parsers import ARGUMENTS, TOOLS, WRITTEN
 
+if TYPE_CHECKING:
+    import anthropic  # it takes two seconds: here only, not in every worker of a run that collects this file
+
 USER: Any = [{"role": "user", "content": "What is it like?"}]
 DECLARED: Any = [{"name": name, "input_schema": {"type": "object", **schema}} for name, schema in TOOLS.items()]
 ASKED: dict[str, Any] = {"model": "smollm2", "max_tokens": 1000, "messages": USER}
 
 
 def client_of(t: Talk, **more: Any) -> anthropic.AsyncAnthropic:
+    import anthropic
+
     http = anthropic.DefaultAsyncHttpxClient(verify=TLS)
     return anthropic.AsyncAnthropic(
         base_url=t.server.url, http_client=http, **{"api_key": "none", "max_retries": 0, **more}
@@ -174,6 +177,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 async def test_errors(talk: Any) -> None:  # noqa: F811
+    import anthropic
+
     async with talk() as t:
         client = client_of(t)
         for fields, says in BAD:
@@ -220,6 +225,8 @@ async def test_keys(start: Any) -> None:
 
 
 def test_every_field_of_anthropics_is_known() -> None:
+    from anthropic.types import message_count_tokens_params, message_create_params
+
     asked: dict[str, Any] = {"model": "m", "max_tokens": 1, "messages": []}
     for model, params in (
         (MessagesRequest, message_create_params.MessageCreateParamsBase),
