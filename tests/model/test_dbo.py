@@ -72,14 +72,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 class Rank:
-    """A lane's rank with its part of the model, stepped by hand; `exchanges`: one for each micro-batch."""
+    """A lane's rank with its part of the model, stepped by hand; `exchanges`: one for each micro-batch. sliced: it has
+    a slice of every expert, not some of them."""
 
-    def __init__(self, folder: Path, kernels: str, name: str, groups: Sequence[Comm], tp: Comm) -> None:
+    def __init__(
+        self, folder: Path, kernels: str, name: str, groups: Sequence[Comm], tp: Comm, *, sliced: bool = False
+    ) -> None:
         config, width = model_config(config_of(folder)), tp.size
         rank, size = groups[0].rank, groups[0].size
         self.ops: Any = CpuOps("float32", 1, tp=tp) if kernels == "native" else TorchOps("cpu", tp=tp)
-        parallel = msgspec.structs.replace(ParallelConfig(), enable_expert_parallel=True)
-        shards = deal(config, width, 1, None, expert_map(config, parallel, size), rank // width)
+        parallel = msgspec.structs.replace(ParallelConfig(), enable_expert_parallel=not sliced)
+        experts, slices = expert_map(config, parallel, size), size // width if sliced else 1
+        shards = deal(config, width, 1, None, experts, rank // width, slices=slices)
         model = build(config, DictSource.open(folder), self.ops, quantization="none", shard=shards[rank % width])
         assert config.moe is not None
         shapes = Shapes(
@@ -148,6 +152,7 @@ def lanes(request: pytest.FixtureRequest) -> Iterator[Lanes]:
 
 CASES: list[tuple[tuple[str, int, int], str, str, str]] = [
     (("shared", 1, 2), "native", "allgather_reducescatter", "qwen2_moe"),
+    (("shared", 1, 2), "native", "allgather_reducescatter", "slices of qwen2_moe"),
     (("shared", 2, 3), "native", "allgather_reducescatter", "qwen2_moe"),
     (("gloo", 1, 2), "torch", "naive", "qwen2_moe"),
     (("shared", 1, 2), "native", "naive", "deepseek_v2"),
@@ -165,7 +170,8 @@ def test_logits_are_those_of_the_whole_step(
 
     def work(groups: Sequence[Comm], tp: Comm) -> list[list[int]]:
         lane = groups[0].rank // tp.size
-        whole, split = (Rank(folders[family], kernels, name, groups, tp) for _ in range(2))
+        sliced, folder = family.startswith("slices of "), folders[family.removeprefix("slices of ")]
+        whole, split = (Rank(folder, kernels, name, groups, tp, sliced=sliced) for _ in range(2))
         expected, parts = whole.steps(lane), split.split()
         how: list[list[int]] = []
         spans = traced(parts)

@@ -23,9 +23,7 @@ from planaria.checkpoint.identity import weights_digest, weights_version
 from planaria.config.options import EngineOptions
 from planaria.config.resolve import other_tensors, resolve
 from planaria.errors import ConfigError, ModelError, PlanariaError, UserError
-from planaria.protocol import Failed, Load, Reply
 from planaria.wire import FromEngine, Recovery
-from planaria.worker.worker import Worker
 from tests.model import checkpoints
 from tests.model.test_new_weights import GREEDY, OPTIONS, PROMPT, folders, tokens, told
 
@@ -226,17 +224,8 @@ def test_values_come_as_they_are(tmp_path: Path, kind: torch.dtype) -> None:
         assert tokens(llm) == want
 
 
-class Unlucky(Worker):
-    """Of whose ranks the second can't have the first of new weights."""
-
-    def _load(self, command: Load) -> Reply:
-        if self.rank == 1 and self.config.weights_number == 1:
-            return Failed(self.rank, "load", "no luck", "", "model")
-        return super()._load(command)
-
-
 def test_what_one_rank_cannot_have_nobody_has(folders: list[str], told: list[list[int]]) -> None:
-    with LLM(folders[0], **OPTIONS, tensor_parallel_size=2, worker_cls=f"{__name__}.Unlucky") as llm:
+    with LLM(folders[0], **OPTIONS, tensor_parallel_size=2, worker_cls="tests.proc.custom.Unlucky") as llm:
         with pytest.raises(UserError, match="no luck"):
             llm.update_weights(tensors=of(folders[1]))
         assert llm.weights_version == 0 and not llm._shared and tokens(llm) == told[0]

@@ -17,7 +17,7 @@ from planaria.executor.boot import RankBoot
 from planaria.executor.launcher.inline import InlineLauncher
 from planaria.executor.launcher.process import ProcessLauncher
 from planaria.hosts.host import Child, Place
-from planaria.protocol import Allocate, Command, Reply, StepPlan, StepResult
+from planaria.protocol import Allocate, Command, Failed, Load, Reply, StepPlan, StepResult
 from planaria.worker.guard import guard
 from planaria.worker.null import NullRank
 from planaria.worker.worker import Worker, make_rank
@@ -200,6 +200,15 @@ class ClashesWithField:
 
 class NotAWorker:
     pass
+
+
+class Unlucky(Worker):
+    """Of whose ranks the second can't have the first of new weights."""
+
+    def _load(self, command: Load) -> Reply:
+        if self.rank == 1 and self.config.weights_number == 1:
+            return Failed(self.rank, "load", "no luck", "", "model")
+        return super()._load(command)
 
 
 class FailsToBegin(Worker):

@@ -29,18 +29,7 @@ from tests.proc.test_cli import one_line
 from tests.proc.test_context import answers
 
 MODEL = {**experts.MODEL, "moe_intermediate_size": 128}
-LANES: dict[str, Any] = {"data_parallel_size": 2, "worker_extension_cls": "tests.proc.test_expert_slices.Extension"}
-
-
-class Extension:
-    """Of workers."""
-
-    model: Any
-
-    def expert_bytes(self) -> list[int]:
-        """Of each expert of the first layer that this rank holds, and of all it holds."""
-        memory, held = self.model._ops.memory, self.model.blocks[0].held
-        return [*(sum(memory(part).nbytes for part in held[each]) for each in sorted(held)), self.model._expert_bytes()]
+LANES: dict[str, Any] = {"data_parallel_size": 2, "worker_extension_cls": "tests.proc.extensions.Held"}
 
 
 def held(engine: Engine) -> list[list[int]]:
