@@ -1,15 +1,19 @@
 """The real model, SmolLM2-135M from its Q4_1 GGUF file, in float32 against Transformers: the whole engine on more than
 50 prompts of mixed length, then the model by itself on each back end.
 
-Transformers reads each prompt with our continuation in one forward pass. If at every generated position its likeliest
-token is the one we gave, then its greedy generation is ours, token by token.
+Transformers reads each prompt with our continuation in one forward pass, but for what the longest one begins with,
+too, which it has read. If at every generated position its likeliest token is the one we gave, then its greedy
+generation is ours, token by token.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from operator import and_, eq
 from pathlib import Path
 from typing import Any
 
@@ -66,19 +70,27 @@ def without_vocabulary(path: str, into: Path) -> Path:
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Transformers' own reading of the file, dequantised to float32."""
+    import gguf
     from transformers import AutoModelForCausalLM
 
     path = without_vocabulary(resolve_checkpoint("smollm2").path, tmp_path_factory.mktemp("reference"))
-    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    with pytest.MonkeyPatch.context() as patch:  # it asks for the same names for every module
+        patch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
+        return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
-def batched():  # type: ignore[no-untyped-def]
-    """All prompts together, prefix caching on, in chunks of 192 tokens: prompts are cut, rows mixed."""
+def llm() -> Iterator[LLM]:
+    """Prefix caching on, in chunks of 192 tokens: prompts are cut, rows mixed."""
     with LLM("smollm2", max_num_batched_tokens=192, max_num_seqs=64, **OPTIONS) as llm:
-        params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=3)
-        outputs = llm.generate(PROMPTS, params)
-        assert llm.stats.prefix_hits > 500, "the prompts share prefixes"
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def batched(llm: LLM) -> Any:
+    """All prompts together."""
+    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=3))
+    assert llm.stats.prefix_hits > 500, "the prompts share prefixes"
     return outputs
 
 
@@ -89,11 +101,19 @@ def test_enough_prompts(batched) -> None:  # type: ignore[no-untyped-def]
 
 def test_greedy_tokens_and_logprobs_equal_transformers(batched, reference) -> None:  # type: ignore[no-untyped-def]
     worst = 0.0
+    longest = max((output.prompt_token_ids for output in batched), key=len)
+    with torch.inference_mode():
+        read = reference(torch.tensor([longest]), use_cache=True, logits_to_keep=1).past_key_values
     for output in batched:
         (choice,) = output.outputs
+        ids = output.prompt_token_ids
+        shared = sum(accumulate(map(eq, longest, ids[:-1]), and_))  # tokens at the beginning
         with torch.inference_mode():
-            text = torch.tensor([output.prompt_token_ids + choice.token_ids])
-            logits = reference(text, logits_to_keep=TOKENS + 1).logits[0, :-1]
+            cache = copy.deepcopy(read) if shared else None
+            if cache is not None:
+                cache.crop(shared - len(longest))
+            text = torch.tensor([(ids + choice.token_ids)[shared:]])
+            logits = reference(text, past_key_values=cache, logits_to_keep=TOKENS + 1).logits[0, :-1]
         expected = torch.log_softmax(logits.double(), dim=-1)
         assert expected.argmax(-1).tolist() == choice.token_ids, output.prompt
         assert choice.logprobs is not None
@@ -125,10 +145,9 @@ def test_preemption_changes_nothing(batched) -> None:  # type: ignore[no-untyped
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in batched[10:40]]
 
 
-def test_prompt_logprobs(reference) -> None:  # type: ignore[no-untyped-def]
-    with LLM("smollm2", max_num_batched_tokens=300, max_num_seqs=8, **OPTIONS) as llm:
-        params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=2)
-        outputs = llm.generate([TEXT, TEXT * 2 + "He", "A"], params)
+def test_prompt_logprobs(llm: LLM, reference) -> None:  # type: ignore[no-untyped-def]
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=2)
+    outputs = llm.generate([TEXT, TEXT * 2 + "He", "A"], params)
     for output in outputs:
         ids = output.prompt_token_ids
         with torch.inference_mode():
