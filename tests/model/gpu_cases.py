@@ -535,13 +535,13 @@ def ahead() -> None:
         kinds: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_k": 4}, {"frequency_penalty": 1.0}, {}, {}]
         kinds += [{"frequency_penalty": 1.0, "presence_penalty": -0.5}, {}]
         return [
-            Request(f"r{i}", [i, 5, 9, *range(i)], SamplingParams(**kind), 1000 + i, max_tokens=4 + 2 * i)
+            Request(f"r{i}", [i, 5, 9, *range(i)], SamplingParams(**kind), 1000 + i, max_tokens=3 + i)
             for i, kind in enumerate(kinds)
         ]
 
     made = [Ahead(ahead=each, ranks=ranks) for ranks in (1, 2) for each in (False, True)]
     (wanted, none), *others = (each.run(requests()) for each in made)
-    assert not none and [len(wanted[f"r{i}"]) for i in range(8)] == list(range(4, 20, 2)), wanted
+    assert not none and [len(wanted[f"r{i}"]) for i in range(8)] == list(range(3, 11)), wanted
     for each, (found, early) in zip(made[1:], others, strict=True):
         assert found == wanted, (found, wanted)
         assert (early > 5) == each.ahead and each.recorder.played > 5, (early, each.recorder.played)
