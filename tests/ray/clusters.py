@@ -31,6 +31,8 @@ NOTICE = {
 }  # fmt: skip
 # Nor does it start workers that nobody asked for: ours have an environment of their own, so none of them is used.
 SYSTEM = {**NOTICE, "prestart_worker_first_driver": False}
+# Nor an autoscaler, or what brings lines of workers to the driver: a process of Python each, of which nobody reads.
+UNWATCHED = {"no_monitor": True, "include_log_monitor": False}
 
 # Waits until these addresses are of living nodes.
 JOINED = """
@@ -170,7 +172,7 @@ def several_nodes(*slots: int, gpus: Sequence[int] = (), dashboard: bool = False
     reset_auth_token_state()
     with loopback(ray_constants):
         cluster = Cluster()
-        head: dict[str, Any] = {"_system_config": SYSTEM, "include_dashboard": dashboard}
+        head: dict[str, Any] = {"_system_config": SYSTEM, "include_dashboard": dashboard, **UNWATCHED}
         try:
             with ends(cluster.shutdown):
                 for count, accelerators in itertools.zip_longest(slots, gpus, fillvalue=0):
