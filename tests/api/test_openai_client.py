@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import openai
 import pytest
+from openai.types import completion_create_params as completion
+from openai.types.chat import chat_completion_stream_options_param, completion_create_params
+from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
+from planaria.server.schema import NEUTRAL, ChatCompletionRequest, CompletionRequest, StreamOptions
+from planaria.server.schema_responses import ResponsesRequest
 from planaria.types import SamplingParams
+from tests.pure.test_api_fields import NEEDED
+
+# Beside OpenAI's, what clients of vLLM send.
+EXTRAS = """echo best_of top_k min_p repetition_penalty min_tokens stop_token_ids include_stop_str_in_output ignore_eos
+    skip_special_tokens spaces_between_special_tokens prompt_logprobs priority use_beam_search length_penalty
+    early_stopping bad_words allowed_token_ids add_generation_prompt continue_final_message add_special_tokens documents
+    chat_template chat_template_kwargs mm_processor_kwargs guided_json guided_regex guided_choice guided_grammar
+    guided_decoding_backend guided_whitespace_pattern structural_tag structured_outputs request_id logits_processors
+    return_tokens_as_token_ids return_token_ids cache_salt kv_transfer_params vllm_xargs truncate_prompt_tokens
+    include_reasoning thinking_token_budget prompt_embeds"""
 
 
 async def test_models(server):
@@ -180,3 +197,20 @@ async def test_errors(server):
         await client.completions.create(model="smollm2", prompt="x", max_tokens=600)
     assert "601 tokens" in e.value.message and "512" in e.value.message
     assert not server.engine.submitted
+
+
+@pytest.mark.parametrize("model", list(NEEDED))
+def test_every_field_of_openai_and_vllm_is_known(model: Any) -> None:
+    params = completion_create_params if model is ChatCompletionRequest else completion
+    theirs = {*params.CompletionCreateParamsBase.__annotations__, *EXTRAS.split(), "stream"}
+    known = {*model.model_fields, *NEUTRAL, *model.neutral}
+    if model is ResponsesRequest:
+        theirs = {*ResponseCreateParamsBase.__annotations__, "stream"}
+    if model is CompletionRequest:  # of conversations alone
+        theirs -= {"add_generation_prompt", "chat_template_kwargs"}
+    assert not theirs - known
+
+
+def test_every_option_of_a_stream_is_known() -> None:
+    theirs = chat_completion_stream_options_param.ChatCompletionStreamOptionsParam.__annotations__
+    assert not set(theirs) - set(StreamOptions.model_fields)

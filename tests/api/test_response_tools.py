@@ -12,7 +12,10 @@ import pytest
 from pydantic import BaseModel
 
 from planaria.server import responses
-from planaria.server.response_shapes import num_events
+from planaria.server.kept import Kept
+from planaria.server.records import ConversationItem, Outcome, PieceRecord
+from planaria.server.response_input import conversation_of
+from planaria.server.response_shapes import num_events, told_items
 from planaria.server.service import Service
 from planaria.server.tools import Parsers
 from tests.api.conftest import running
@@ -22,7 +25,8 @@ from tests.api.test_responses import follow, strict
 from tests.api.test_tools import TEMPLATE, Scripted, Talk
 from tests.api.test_tools import marked as marked
 from tests.pure.test_parsers import ARGUMENTS, TOOLS
-from tests.pure.test_response_items import put_together
+from tests.pure.test_response_items import check_types, head, put_together
+from tests.pure.test_response_items import events_of as events_of_kept
 
 DECLARED: Any = [
     {"type": "function", "name": name, "description": "x", "parameters": schema, "strict": False}
@@ -245,3 +249,28 @@ async def test_a_long_answer_of_before_is_taken_apart_in_a_thread(talk, tmp_path
         for _ in range(2):
             assert strict(await t.client.responses.retrieve(first.id)) == strict(first)
         assert len(threads) == 1
+
+
+def test_items_of_one_turn() -> None:
+    text = (
+        '<think>Hm.</think>Look: <tool_call>{"name": "now", "arguments": {}}</tool_call> so. <tool_call>{"name": "now"'
+    )
+    kept = Kept(head("hermes", "qwen3"))
+    for letter in text:
+        kept.add(PieceRecord([1], letter))
+    kept.add(PieceRecord([1], "", Outcome("incomplete", 2)))
+    kept.written(kept.count)
+    check_types(kept)
+    kinds = [(item["type"], item["status"]) for item in put_together(events_of_kept(kept))]
+    assert kinds == [
+        ("reasoning", "completed"), ("message", "completed"), ("function_call", "completed"), ("message", "incomplete"),
+    ]  # fmt: skip
+    assert kept.end is not None and kept.end.reasoning == len("<think>Hm.</think>")
+    call = told_items(kept)[2]
+    output = ConversationItem("o", "function_call_output", ["12:00"], call.call_id)
+    asked = conversation_of([*kept.head.items, *told_items(kept), output], "Be brief.")
+    assert [message["role"] for message in asked] == ["system", "user", "assistant", "tool"]
+    assert asked[2] == {
+        "role": "assistant", "reasoning_content": "Hm.", "content": 'Look:so. <tool_call>{"name": "now"',
+        "tool_calls": [{"id": call.call_id, "type": "function", "function": {"name": "now", "arguments": "{}"}}],
+    }  # fmt: skip

@@ -42,14 +42,6 @@ NEEDED: dict[Any, dict[str, Any]] = {
     ChatCompletionRequest: {"messages": [{"role": "user", "content": "x"}]}, CompletionRequest: {"prompt": "x"},
     ResponsesRequest: {"input": "x"},
 }  # fmt: skip
-# Beside OpenAI's, what clients of vLLM send.
-EXTRAS = """echo best_of top_k min_p repetition_penalty min_tokens stop_token_ids include_stop_str_in_output ignore_eos
-    skip_special_tokens spaces_between_special_tokens prompt_logprobs priority use_beam_search length_penalty
-    early_stopping bad_words allowed_token_ids add_generation_prompt continue_final_message add_special_tokens documents
-    chat_template chat_template_kwargs mm_processor_kwargs guided_json guided_regex guided_choice guided_grammar
-    guided_decoding_backend guided_whitespace_pattern structural_tag structured_outputs request_id logits_processors
-    return_tokens_as_token_ids return_token_ids cache_salt kv_transfer_params vllm_xargs truncate_prompt_tokens
-    include_reasoning thinking_token_budget prompt_embeds"""
 TRIES: tuple[Any, ...] = (
     "x",
     1,
@@ -142,27 +134,7 @@ def honours(model: Any, name: str, value: Any) -> bool:
         return False
 
 
-@pytest.mark.parametrize("model", list(NEEDED))
-def test_every_field_of_openai_and_vllm_is_known(model: Any) -> None:
-    from openai.types import completion_create_params as completion  # here: it takes a second
-    from openai.types.chat import completion_create_params
-    from openai.types.responses.response_create_params import ResponseCreateParamsBase
-
-    params = completion_create_params if model is ChatCompletionRequest else completion
-    theirs = {*params.CompletionCreateParamsBase.__annotations__, *EXTRAS.split(), "stream"}
-    known = {*model.model_fields, *NEUTRAL, *model.neutral}
-    if model is ResponsesRequest:
-        theirs = {*ResponseCreateParamsBase.__annotations__, "stream"}
-    if model is CompletionRequest:  # of conversations alone
-        theirs -= {"add_generation_prompt", "chat_template_kwargs"}
-    assert not theirs - known
-
-
 def test_stream_options() -> None:
-    from openai.types.chat import chat_completion_stream_options_param
-
-    theirs = chat_completion_stream_options_param.ChatCompletionStreamOptionsParam.__annotations__
-    assert not set(theirs) - set(StreamOptions.model_fields)
     options = parsed(CompletionRequest, stream_options={"include_usage": True, "include_obfuscation": False, "x": None})
     assert options.stream_options.include_usage is True
 
