@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
+import gc
 import json
 import logging
 import os
@@ -64,6 +66,13 @@ def said(in_process: None, capfd: pytest.CaptureFixture[str]) -> Said:
 def test_version() -> None:
     result = planaria("--version")
     assert result.returncode == 0 and re.fullmatch(r"planaria \d+\.\d+\.\d+\n", result.stdout)
+
+
+def test_nobody_looks_for_garbage_in_what_ends(in_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_the_end = list[Callable[[], None]]()
+    monkeypatch.setattr(sys, "argv", ["planaria", "--version"])
+    monkeypatch.setattr(atexit, "register", at_the_end.append)
+    assert main() == 0 and gc.freeze in at_the_end
 
 
 def test_generate_json() -> None:
