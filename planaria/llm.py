@@ -235,7 +235,21 @@ class _Front:
         self._process = os.getpid()
         self._loop = build_loop(self.config, lambda message: front._hear(message) if (front := me()) else None)
         self._loras = LoraRegistry.of(self.config)
+        self._turn = threading.RLock()  # one thread at a time reads adapters, and has an LLM's engine run
+        self._closed = threading.Event()
         self._looks: dict[str, tuple[str, str]] = {}  # by name of an adapter: its path, its files as they were read
+
+    def _end_with(self, end: Callable[[], None]) -> weakref.finalize[Any, Any]:
+        """Have the engine end by this, when it is closed, nobody has it any more, or the program ends."""
+        finalizer = weakref.finalize(self, _close, self._closed, self._turn, end, self._shared, self._process)
+        finalizer.atexit = True
+        atexit.register(finalizer)  # once; before those that its launcher's libraries registered
+        return finalizer
+
+    def _need_open(self) -> None:
+        """Raises EngineDead."""
+        if self._closed.is_set():
+            raise EngineDead("the engine was closed")
 
     def _need_engine(self) -> None:
         """Raises UserError in a process that was forked from the one whose engine it is."""
@@ -294,8 +308,9 @@ class _Front:
             self._shared.pop(number).close()
 
     def _ask(self, asked: Sleep | UpdateWeights, tell: Callable[[Sleep | UpdateWeights], None]) -> Future[Changed]:
-        """Its answer."""
+        """Its answer. Who no longer waits for it calls nothing off: it is carried out all the same."""
         future = self._changes[asked.id] = Future[Changed]()
+        future.set_running_or_notify_cancel()
         tell(asked)
         return future
 
@@ -332,13 +347,22 @@ class _Front:
         if registry is None:
             raise RequestError("lora_request needs enable_lora=True", param="lora_request")
         look = path, weights_version([os.path.join(path, file) for file in (CONFIG, WEIGHTS)])
-        if name not in registry.named or self._looks.get(name) != look:
-            adapter = registry.read(path)
-            if name not in registry.named and len(registry.named) >= registry.config.max_cpu_loras:
-                registry.remove(next(iter(registry.named)))  # the one that was loaded first
-            registry.add(name, adapter)
-            self._looks[name] = look
-        return registry.named[name].digest
+        with self._turn:
+            if name not in registry.named or self._looks.get(name) != look:
+                adapter = registry.read(path)
+                if name not in registry.named and len(registry.named) >= registry.config.max_cpu_loras:
+                    registry.remove(next(iter(registry.named)))  # the one that was loaded first
+                registry.add(name, adapter)
+                self._looks[name] = look
+            return registry.named[name].digest
+
+    def _adapters(self, given: LoRARequest | Sequence[LoRARequest | None] | None, count: int) -> list[str]:
+        """Of each prompt."""
+        if given is None or isinstance(given, LoRARequest):
+            return [self._adapter(given)] * count
+        if len(given) != count:
+            raise RequestError(f"{len(given)} lora_request for {count} prompts", param="lora_request")
+        return [self._adapter(each) for each in given]
 
     def get_tokenizer(self) -> TokenizerWords:
         """The model's tokenizer, under Hugging Face's words. Raises ConfigError without one."""
@@ -391,6 +415,16 @@ class _Front:
             tokenizer = tokenizer.showing(shown_marks(reading))
         return request_id, Choices(prompt, submits, tokenizer), submits
 
+    def _output(self, stream: Choices, request_id: str, prompt: str | None) -> RequestOutput:
+        """What a finished stream came to."""
+        positions = stream.sequences[0].prompt_logprobs
+        return RequestOutput(
+            request_id, prompt, stream.prompt,
+            [_completion(sequence, self._logprobs(sequence.logprobs)) for sequence in stream.sequences],
+            None if positions is None else [None, *(self._logprobs(positions) or ())],
+            stream.cached_tokens,
+        )  # fmt: skip
+
 
 _GENERATE_ONLY = (
     "programs with prompts of their own ($PLANARIA_DP_SIZE) can call generate, and nothing else that computes"
@@ -405,11 +439,17 @@ def _completion(of: Stream, logprobs: list[PositionLogprobs] | None) -> Completi
     )
 
 
-def _close(end: Callable[[], None], shared: dict[int, SharedWeights], process: int) -> None:
-    """Of an engine, and then of what its ranks read. process: whose it is; what was forked from that has a copy."""
+def _close(
+    closed: threading.Event, turn: threading.RLock, end: Callable[[], None], shared: dict[int, SharedWeights],
+    process: int,
+) -> None:  # fmt: skip
+    """Of an engine, and then of what its ranks read. closed: tells a thread that has it run to leave it. process: whose
+    it is; what was forked from that has a copy."""
     if os.getpid() != process:
         return
-    end()
+    closed.set()
+    with turn:
+        end()
     for weights in shared.values():
         weights.close()
 
@@ -422,6 +462,7 @@ def _changed(change: Changed) -> None:
 
 def _wakes(tags: Sequence[str] | None) -> bool:
     """Weights alone are there again with KV, when that is asked for. Raises ConfigError."""
+    tags = [tags] if isinstance(tags, str) else tags
     unknown = set(tags or ()) - {"weights", "kv_cache"}
     if unknown:
         raise ConfigError("tags", sorted(unknown)[0], "is neither weights nor kv_cache", "leave tags out")
@@ -436,22 +477,19 @@ class LLM(_Front):
 
     `options` are the fields of `EngineOptions`: dtype, quantization, threads, max_model_len, kv_cache_memory, ...
     Raises ConfigError, ModelError or CapacityError before anything runs. The engine runs inside your calls: a rank that
-    ends between two of them is replaced by the next.
+    ends between two of them is replaced by the next, and calls of several threads take turns.
     """
 
     def __init__(self, model: str, *, on_progress: OnProgress | None = None, **options: Any) -> None:
         super().__init__(model, options, on_progress, self._deliver)
         self._sinks: dict[str, Choices] = {}
         self._pieces: list[Piece] = []
-        self._running = threading.Lock()  # one thread at a time has the engine run
         outer = self.config.parallel.outer
         self._programs = outer is not None and outer.own_prompts
         self.facts = self._loop.start()
         if self._loras is not None:
             self._loras.tell = self._loop.handle  # type: ignore[method-assign]
-        self._finalizer = weakref.finalize(self, _close, self._loop.close, self._shared, self._process)
-        self._finalizer.atexit = True
-        atexit.register(self._finalizer)  # once; before those that its launcher's libraries registered
+        self._finalizer = self._end_with(self._loop.close)
 
     def _deliver(self, delta: Delta) -> None:
         stream = self._sinks.get(delta.request_id)
@@ -484,8 +522,10 @@ class LLM(_Front):
         """
         batch = _listed(prompts)
         adapters = self._adapters(lora_request, len(batch))
-        each = _each(sampling_params or self.get_default_sampling_params(), len(batch))
+        each = _each(self.get_default_sampling_params() if sampling_params is None else sampling_params, len(batch))
         ranks = list(priority) if priority is not None else [0] * len(batch)
+        if len(ranks) != len(batch):
+            raise RequestError(f"{len(batch)} prompts but {len(ranks)} priorities", param="priority")
         asked = [
             PromptAsked(self._encode(p), s, r, salt_of(p)) for p, s, r in zip(batch, each, ranks, strict=True)
         ]  # fmt: skip
@@ -507,14 +547,6 @@ class LLM(_Front):
             for (id, stream, _), text in zip(opened, texts, strict=True)
         ]
 
-    def _adapters(self, given: LoRARequest | Sequence[LoRARequest | None] | None, count: int) -> list[str]:
-        """Of each prompt."""
-        if given is None or isinstance(given, LoRARequest):
-            return [self._adapter(given)] * count
-        if len(given) != count:
-            raise RequestError(f"{len(given)} lora_request for {count} prompts", param="lora_request")
-        return [self._adapter(each) for each in given]
-
     def _run(
         self, opened: list[tuple[str, Choices, list[Submit]]], use_tqdm: bool | Callable[..., Any],
         on_tokens: Callable[[int, int], None] | None = None, *, shared: bool = False,
@@ -525,7 +557,8 @@ class LLM(_Front):
         if self._programs and not shared:
             raise UserError(_GENERATE_ONLY)
         told = _told(use_tqdm, len(opened), on_tokens)
-        with self._running, interrupt_between_steps() as look, told as tell:
+        with self._turn, interrupt_between_steps() as look, told as tell:
+            self._need_open()
             if self.is_sleeping:
                 raise UserError("the engine sleeps: call wake_up first")
             try:
@@ -535,6 +568,7 @@ class LLM(_Front):
                     for submit in submits:
                         self._loop.handle(submit)
                 while self._sinks:
+                    self._need_open()
                     self._pieces.clear()
                     self._loop.step()
                     look()
@@ -549,16 +583,6 @@ class LLM(_Front):
                     if self._loop.core is not None:
                         self._loop.handle(Cancel(id))
                 raise
-
-    def _output(self, stream: Choices, request_id: str, prompt: str | None) -> RequestOutput:
-        """What a finished stream came to."""
-        positions = stream.sequences[0].prompt_logprobs
-        return RequestOutput(
-            request_id, prompt, stream.prompt,
-            [_completion(sequence, self._logprobs(sequence.logprobs)) for sequence in stream.sequences],
-            None if positions is None else [None, *(self._logprobs(positions) or ())],
-            stream.cached_tokens,
-        )  # fmt: skip
 
     def chat(
         self,
@@ -642,18 +666,26 @@ class LLM(_Front):
     def sleep(self, level: int = 1) -> None:
         """Give memory back until `wake_up`. level 0: none; 1: that of KV (weights stay where the node keeps them); 2:
         that of weights, too. Raises UserError."""
-        _changed(self._ask(self._sleep(level), self._loop.handle).result())
+        self._change(self._sleep(level))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """tags: as vLLM's; with "weights" alone nothing happens until "kv_cache" follows. Raises UserError."""
         if _wakes(tags):
-            _changed(self._ask(self._sleep(None), self._loop.handle).result())
+            self._change(self._sleep(None))
 
     def update_weights(self, path: Folder | None = None, *, tensors: Named | None = None, handle: str = "") -> None:
         """Go on with those of another checkpoint of the same model: a folder or file, which may be that of before with
         other bytes; or tensors, or the handle of those that another process has: see SharedWeights. `weights_version`
         counts. Raises ConfigError, ModelError, CapacityError, UserError: those of before stay."""
-        _changed(self._ask(self._weights(path, tensors, handle), self._loop.handle).result())
+        self._change(self._weights(path, tensors, handle))
+
+    def _change(self, asked: Sleep | UpdateWeights) -> None:
+        """Raises UserError, as while requests of this thread run (it was called by their `on_tokens`)."""
+        with self._turn:
+            self._need_open()
+            if self._sinks:
+                raise UserError("requests of this call still run: change the engine when they have ended")
+            _changed(self._ask(asked, self._loop.handle).result())
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool | Callable[..., Any] = True,
@@ -698,8 +730,9 @@ class LLM(_Front):
 
     def reset_prefix_cache(self) -> bool:
         """Forget what is kept of earlier requests."""
-        if self._loop.core is not None:
-            self._loop.core.forget_prefixes()
+        with self._turn:
+            if self._loop.core is not None:
+                self._loop.core.forget_prefixes()
         return True
 
     def collective_rpc(
@@ -709,15 +742,20 @@ class LLM(_Front):
         """Run a worker's method on every rank, after the steps that are on their way; answers in rank order.
 
         Arguments and answers are plain data: numbers, text, bytes, lists, dicts. A function, which gets the worker
-        first, can be run where the only rank is in this process, and give back anything. `timeout`: seconds, None for
-        ever.
+        first, can be run where the only rank is in this process, and give back anything. `timeout`: seconds, for this
+        thread's turn and for the answers, None for ever.
         Raises TimeoutError, CallFailed where the method raised (the engine goes on), UserError where the workers have
         no such method (`worker_extension_cls` adds some), EngineDead.
         """
-        return self._loop.call(method, tuple(args), kwargs).result(timeout)
+        if not self._turn.acquire(timeout=-1 if timeout is None else timeout):
+            raise TimeoutError(f"{method} was not begun in {timeout:g} s: another thread has the engine run")
+        try:
+            return self._loop.call(method, tuple(args), kwargs).result(timeout)
+        finally:
+            self._turn.release()
 
     def close(self) -> None:
-        """Free everything. Idempotent."""
+        """Free everything; what another thread waits for raises EngineDead. Idempotent."""
         self._finalizer()
 
     def __enter__(self) -> LLM:
@@ -777,9 +815,7 @@ class AsyncLLM(_Front):
         refuse_outer_launcher(self.config.parallel, "AsyncLLM")
         self._engine = engine = EngineThread(self._loop, self._changes)
         self.facts = engine.start()
-        self._finalizer = weakref.finalize(self, _close, engine.close, self._shared, self._process)
-        self._finalizer.atexit = True
-        atexit.register(self._finalizer)  # once; before those that its launcher's libraries registered
+        self._finalizer = self._end_with(engine.close)
         if self._loras is not None:
             self._loras.tell = engine.inbox.put  # type: ignore[method-assign, assignment]
 

@@ -197,6 +197,41 @@ def test_threads_that_call_it_take_turns(llm: LLM) -> None:
         assert list(pool.map(lambda prompt: ids(llm, prompt, temperature=0, max_tokens=20), prompts)) == alone
 
 
+def test_what_changes_or_asks_the_engine_takes_turns_with_what_runs(llm: LLM) -> None:
+    """Two threads in one engine ended in ranks that were awaited for ever."""
+    refused: list[BaseException | None] = []
+
+    def meanwhile(done: int, tokens: int) -> None:
+        if not refused:
+            with ThreadPoolExecutor(1) as pool:
+                refused.append(pool.submit(llm.collective_rpc, "resident", timeout=0.01).exception())
+            with pytest.raises(UserError, match="still run"):
+                llm.sleep()
+
+    llm.generate([IDS], SamplingParams(max_tokens=4, ignore_eos=True), on_tokens=meanwhile)
+    assert isinstance(refused[0], TimeoutError) and "another thread" in str(refused[0])
+    assert len(llm.collective_rpc("resident", timeout=60)) == 1
+
+
+def test_closing_ends_what_another_thread_waits_for(folder: str) -> None:
+    """As at the end of a program whose daemon thread computes: that one's exit waited for ever."""
+    llm, closing = LLM(folder, **OPTIONS), []
+
+    def close(done: int, tokens: int) -> None:
+        if not closing:
+            closing.append(threading.Thread(target=llm.close))
+            closing[0].start()
+            assert llm._closed.wait(60)
+
+    with pytest.raises(EngineDead, match="was closed"):
+        llm.generate([IDS], SamplingParams(max_tokens=100, ignore_eos=True), on_tokens=close)
+    closing[0].join(60)
+    assert not closing[0].is_alive()
+    for late in (llm.sleep, lambda: llm.generate([IDS])):
+        with pytest.raises(EngineDead, match="was closed"):
+            late()
+
+
 def test_a_fork_neither_has_nor_ends_its_parents_engine(folder: str) -> None:
     with LLM(folder, tensor_parallel_size=2, **OPTIONS) as llm:
         before = ids(llm, IDS, temperature=0, max_tokens=5)
@@ -359,8 +394,28 @@ def test_what_sleeps_goes_on_when_it_wakes(folder: str) -> None:
             assert llm.is_sleeping
             llm.wake_up()
             assert not llm.is_sleeping and ids(llm, IDS, temperature=0, max_tokens=12) == expected
-        with pytest.raises(ConfigError, match="neither weights nor kv_cache"):
-            llm.wake_up(["all"])
+        with pytest.raises(ConfigError, match="tags all: is neither weights nor kv_cache"):
+            llm.wake_up("all")
+
+
+def test_who_stops_waiting_for_a_change_does_the_engine_no_harm(
+    folder: str, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, held = AsyncLLM(folder, **OPTIONS), threading.Event()
+    ask = engine._loop.sleeper.ask
+    monkeypatch.setattr(engine._loop.sleeper, "ask", lambda *asked: held.wait(60) and ask(*asked))
+
+    async def main() -> list[int]:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.sleep(), 0.01)
+        held.set()
+        await engine.wake_up()
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        return [token async for piece in engine.generate(IDS, params) for token in piece.token_ids]
+
+    with contextlib.closing(engine):
+        assert [asyncio.run(asyncio.wait_for(main(), 60))] == ids(llm, IDS, temperature=0, max_tokens=3)
+        assert not engine.is_failed
 
 
 def test_streams_wait_while_it_sleeps(folder: str, llm: LLM) -> None:
