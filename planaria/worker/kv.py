@@ -12,6 +12,7 @@ import mmap
 import platform
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
@@ -109,24 +110,30 @@ class RankKV:
             for number in range(2):
                 self.memory.clear_part(self.rank, number)
 
-    def take_over(self, boot: RankBoot, layout: Layout, command: Allocate, model: Any, ops: Ops) -> dict[str, Any]:
-        """After `make`. Facts: `damaged`, of what another process has written, or a rank of another layout."""
+    def take_over(
+        self, boot: RankBoot, layout: Layout, command: Allocate, model: Any, ops: Ops
+    ) -> Callable[[], dict[str, Any]]:
+        """After `make`. What it returns waits for facts: `damaged`, of what another process has written, or a rank of
+        another layout. It is looked at meanwhile, by all cores, while this thread has other things to do."""
         self.sums = None
         if self.memory is None:
-            return {}
+            return dict
         config, lane, cut = boot.config, layout.coords(boot.rank).dp, command.recut
         damaged = recut(config, layout, boot.rank, model, ops, self.memory, cut) if cut else set()
         if not config.cache.kv_checksums or not self.on_host:
-            return {}
+            return dict
         blocks, rows = model.kv_blocks(config.cache.block_size), config.scheduler.max_num_seqs
         table = np.frombuffer(self.memory.sums(self.rank, command.number, len(blocks[0])), np.int64)
         self.sums = BlockSums(blocks, table, rows, config.cache.block_size)
         if cut:
             self.sums.note(block for block in full_of(cut, lane) if block not in damaged)
-            return {"damaged": sorted(damaged)}
+            return lambda: {"damaged": sorted(damaged)}
         if self.own or len(command.full) <= lane:
-            return {}
-        return {"damaged": self.sums.wrong(np.frombuffer(command.full[lane], np.int32).tolist())}
+            return dict
+        beside = ThreadPoolExecutor(1)
+        looked = beside.submit(self.sums.wrong, np.frombuffer(command.full[lane], np.int32).tolist())
+        beside.shutdown(wait=False)
+        return lambda: {"damaged": looked.result()}
 
     def unmap(self) -> None:
         """There is no model any more that computes in it."""

@@ -303,6 +303,7 @@ class Worker:
             self.runner.drain()
         scheduler, size = self.config.scheduler, self.config.cache.block_size
         self.kv.make(self.model, self.ops, command.num_blocks, self.config.tokens_here(self.layout), command.number)
+        looked = self.kv.take_over(self.boot, self.layout, command, self.model, self.ops)
         batch = Batch(
             scheduler.max_num_batched_tokens, scheduler.max_num_seqs, -(-scheduler.max_model_len // size) + 1,
             scheduler.max_logit_rows,
@@ -340,8 +341,7 @@ class Worker:
             pooling=Pooling((lambda: ops.compile(both, own)) if model.has_logits else None, model.logit_scale),
             adapters=self.loras and self.loras.of_rows(scheduler.max_num_seqs),
         )  # fmt: skip
-        facts = self.kv.take_over(self.boot, self.layout, command, self.model, self.ops)
-        facts |= self.kv.connect(self.config, self.layout, self.model, self.ops)
+        facts = looked() | self.kv.connect(self.config, self.layout, self.model, self.ops)
         self.weights.tidy()
         self._timed("kv", since)
         return Ready(self.rank, self.seconds, facts)

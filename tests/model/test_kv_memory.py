@@ -10,6 +10,7 @@ import functools
 import os
 import queue
 import signal
+import threading
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from planaria.topology import Layout
 from planaria.wire import ResizeEngine
 from planaria.worker.kv import RankKV
 from planaria.worker.kv_pages import HugeBlocks
+from planaria.worker.kv_sums import BlockSums
 from planaria.worker.runner import Runner
 from tests.model.checkpoints import write_checkpoint
 from tests.model.engines import Engine, ask_for, texts
@@ -122,6 +124,34 @@ def test_what_a_dying_rank_has_scribbled_over_is_computed_again(model: str, chec
         again = engine.loop.core.replayed_tokens if engine.loop.core is not None else -1
     assert (found == expected) is checked and found[1] == expected[1]
     assert (damaged, again >= 70 - 16) == (({0: 1}, True) if checked else ({}, False))
+
+
+def test_what_another_process_has_written_is_looked_at_while_the_rank_gets_ready(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    looks, ready = threading.Event(), threading.Event()
+    make, wrong, init = RankKV.make, BlockSums.wrong, Runner.__init__
+
+    def of_another(kv: RankKV, *args: Any) -> None:
+        kv.made = None
+        make(kv, *args)
+
+    def look(sums: BlockSums, blocks: Any) -> list[int]:
+        looks.set()
+        assert ready.wait(60)
+        return wrong(sums, blocks)
+
+    def get_ready(runner: Runner, *args: Any, **more: Any) -> None:
+        assert looks.wait(60)
+        init(runner, *args, **more)
+        ready.set()
+
+    with Engine(model, kv_cache_memory="2MiB", **ONE) as engine:
+        monkeypatch.setattr(RankKV, "make", of_another)
+        monkeypatch.setattr(BlockSums, "wrong", look)
+        monkeypatch.setattr(Runner, "__init__", get_ready)
+        one_mistake(engine)
+        assert ready.is_set() and engine.loop.core is not None and engine.loop.core.replayed_tokens == 0
 
 
 @pytest.mark.usefixtures("nothing_kept")

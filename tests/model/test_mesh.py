@@ -24,8 +24,12 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore, ProcessGroupGloo, Store
 
+from planaria.kernels.cpu import layout
 from planaria.kernels.cpu.build import load, target_for
+from planaria.kernels.cpu.fields import ROW_WORDS, MeetOp, SendOp
+from planaria.kernels.cpu.memory import Region
 from planaria.kernels.cpu.shared import RING, SLOT, SharedComm
+from planaria.kernels.cpu.team import Team
 from planaria.kernels.ops import Batch
 from planaria.kernels.reference import StepTensors
 from planaria.mesh.boot import Opening, axes, create_segments, open_mesh
@@ -197,6 +201,38 @@ def test_a_rank_that_does_not_come_is_named(kind: str) -> None:
         group.comms[0].all_reduce(np.zeros(32, np.float32))
     assert lost.value.ranks == (11,) and 0.9 < time.monotonic() - since < SOON
     group.close()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_nothing_is_computed_behind_an_exchange_that_was_given_up(threads: int) -> None:
+    """Else a survivor would finish a step that counts for nothing before it hears of the next epoch."""
+    lost, well = Group("shared", 2), Group("shared", 2)
+    sent = np.ones(16, np.float32)
+    rows, memory = np.zeros((2, ROW_WORDS), np.int64), Region(2 * layout.TICKET_BYTES, huge=False)
+    team = Team(load(target_for("float32")), threads)
+    ports = [group.comms[0].port for group in (lost, well)]  # type: ignore[attr-defined]
+    at = {"peer": 1, "address": int(sent.ctypes.data), "size": sent.nbytes}
+    for row, op, port, more in zip(rows, (MeetOp, SendOp), ports, ({}, at), strict=True):
+        row[0] = op.code
+        for name, value in {"port": port, **more}.items():
+            row[op.words()[name]] = value
+
+    def run(first: int, count: int) -> None:
+        tape = int(rows[first:].ctypes.data)
+        team.run({layout.TAPE: tape, layout.OPS: count, layout.TICKETS: memory.address}, (rows, sent))
+
+    try:
+        lost.comms[0].abort("another epoch has begun")
+        run(0, 2)
+        sent[:] = 2
+        run(1, 1)  # the next run is as good as any
+        found = np.zeros(16, np.float32)
+        well.comms[1].receive(found, 0)
+        assert found.tolist() == [2.0] * 16
+    finally:
+        team.close()
+        lost.close()
+        well.close()
 
 
 def test_all_waiting_ranks_name_the_same_one() -> None:

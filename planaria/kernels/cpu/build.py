@@ -25,7 +25,7 @@ import numpy.typing as npt
 from planaria import env
 from planaria.kernels import objects
 from planaria.kernels.blocks import KINDS
-from planaria.kernels.cpu import fields
+from planaria.kernels.cpu import fields, layout
 from planaria.kernels.cpu.fields import Operation
 from planaria.kernels.cpu.target import ISAS, Target
 from planaria.kernels.objects import CodeMachine, initialise, object_file
@@ -77,7 +77,11 @@ def operate(functions: dict[str, Any]) -> str:
         if isinstance(kind, type) and issubclass(kind, Operation) and kind not in (Operation, fields.ExchangeOp):
             name = "op" + re.sub("([A-Z])", r"_\1", kind.__name__.removesuffix("Op")).lower()
             given = ", ".join(inspect.signature(functions[name]).parameters)
-            lines += [f"    if code == {kind.code}:", f"        {name}({given})", "        return"]
+            lines += [f"    if code == {kind.code}:", f"        {name}({given})"]
+            if "port" in kind.words():  # nobody comes: what follows would be computed of garbage
+                lines += [f"        if atomic_get(get(row, {kind.words()['port']}), {layout.PORT_FAILED}):",
+                          f"            atomic_put(c, {layout.OVER}, 1)"]  # fmt: skip
+            lines += ["        return"]
     return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ where cores don't share one: benchmarks/mesh_reduce.py), raises its flag to the 
 flags are there and adds the slots in rank order, so all ranks get the same bits. Slots alternate: writing exchange s
 needs all flags at s - 1, since then everybody has read s - 2. Every wait spins a little, then sleeps, and gives up
 when the fence is raised, when the rank waited for is no process any more, or at the deadline; who gives up raises the
-fence with the rank's number. After that all of these operations do nothing: the step ends in milliseconds.
+fence with the rank's number. After that all of these operations do nothing, and a run goes no further (layout.OVER).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ ARRIVED = 8
 PHASE = 16
 SLEEPING = 24
 IDLE = 32
-(TAPE, OPS, THREADS, SCRATCH, SCRATCH_BYTES, TICKETS, SPIN, COUNTS, ZEROS, IDLE_SPIN) = range(40, 50)
+(TAPE, OPS, THREADS, SCRATCH, SCRATCH_BYTES, TICKETS, SPIN, COUNTS, ZEROS, IDLE_SPIN, OVER) = range(40, 51)
 CONTROL_WORDS = 64
 
 # Words of Batch.counts: the numbers of rows of each kind, and of sequences. ROWS_ALL: the tokens of all lanes;

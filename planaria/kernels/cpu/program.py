@@ -274,7 +274,8 @@ def op_attend(c: int, row: fields.AttendOp, tid: int, ticket: int) -> None:
 def execute(c: int, tid: int) -> None:
     tape, tickets = get(c, layout.TAPE), get(c, layout.TICKETS)
     for i in range(get(c, layout.OPS)):
-        operate(c, tape + i * fields.ROW_WORDS * 8, tid, tickets + i * layout.TICKET_BYTES)
+        if atomic_get(c, layout.OVER) == 0:
+            operate(c, tape + i * fields.ROW_WORDS * 8, tid, tickets + i * layout.TICKET_BYTES)
         barrier(c)
 
 
@@ -284,6 +285,7 @@ def lead(c: int, tid: int) -> None:
     for i in range(get(c, layout.OPS)):
         put(tickets + i * layout.TICKET_BYTES, 0, 0)
         put(tickets + i * layout.TICKET_BYTES, 8, 0)
+    put(c, layout.OVER, 0)
     atomic_add(c, layout.GENERATION, 1)
     if atomic_get(c, layout.IDLE) > 0:
         wake_all(c + layout.GENERATION * 8)
