@@ -27,7 +27,7 @@ test: $(DEV)
 	$(BIN)/lint-imports --config .importlinter
 	$(BIN)/ruff check planaria tests benchmarks
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/pure -m "not long" -n 2 -p no:schemathesis
+	$(BIN)/python -m pytest tests/pure -m "not long" -n 2 --dist worksteal -p no:schemathesis
 	$(BIN)/python -m pytest $(REST) -n $(JOBS) --dist loadfile --no-loadscope-reorder || \
 		{ [ $$? -eq 1 ] && $(MAKE) --no-print-directory again; }
 
@@ -38,7 +38,7 @@ again:
 	@echo "=== passed alone: each test named above has a race to be found ==="
 
 pure: $(DEV)
-	$(BIN)/python -m pytest tests/pure -m "not long" -n 2 -p no:schemathesis
+	$(BIN)/python -m pytest tests/pure -m "not long" -n 2 --dist worksteal -p no:schemathesis
 
 # Clients that others wrote, each in an environment of its own (~/.cache/planaria-clients): all, or CLIENT=openai.
 clients: $(DEV)

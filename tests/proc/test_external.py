@@ -297,7 +297,8 @@ def test_torchrun_starts_engines_of_a_dense_model(generate: list[str], one_proce
 def test_what_is_started_again_goes_on_from_the_journal(tmp_path: Path, small: Path) -> None:
     """The outer launcher ends all processes and starts them again; what had come is not computed again."""
     journal = tmp_path / "journal"
-    given: Any = (2, str(small), [LONG, LONG], {**SMALL, "tensor_parallel_size": 2})
+    long = {**LONG, "max_tokens": 450}
+    given: Any = (2, str(small), [long, long], {**SMALL, "tensor_parallel_size": 2})
     with Program(tmp_path / "before", *given, journal=str(journal)) as program:
         program.wait_begun()
         wait_until("tokens are noted", lambda: len(journal.read_bytes().splitlines()) > 50)
