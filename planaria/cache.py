@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 SEAL_BYTES = 32  # of the checksum in front of a kept file's data
+_said: list[Path] = []
 
 
 def cached_folder(kind: str, key: str, fill: Callable[[Path], None]) -> Path:
@@ -39,10 +40,7 @@ def cached_folder(kind: str, key: str, fill: Callable[[Path], None]) -> Path:
     except OSError as e:
         work = Path(tempfile.mkdtemp(prefix="planaria-"))
         atexit.register(shutil.rmtree, work, ignore_errors=True)
-        log.warning(
-            "cache folder %s can't be written (%s): converting again at every start; set PLANARIA_CACHE to a "
-            "folder that can", root, e.strerror,
-        )  # fmt: skip
+        _say(root, e)
         fill(work)
         return work
     try:
@@ -79,18 +77,30 @@ def kept_file(path: Path) -> bytes:
 
 def keep_file(path: Path, data: bytes) -> None:
     """Keep data in a file, which appears complete or not at all. Best effort: where the cache can't be written nothing
-    is kept."""
+    is kept, and a line says so."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=".", dir=path.parent)
-    except OSError:
+    except OSError as e:
+        _say(path.parent, e)
         return
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(hashlib.sha256(data).digest() + data)
         os.replace(name, path)
-    except OSError:
+    except OSError as e:
         Path(name).unlink(missing_ok=True)
+        _say(path.parent, e)
+
+
+def _say(folder: Path, error: OSError) -> None:
+    """Once in a process for all folders of the cache."""
+    if not _said:
+        _said.append(folder)
+        log.warning(
+            "cache folder %s can't be written (%s): compiling and converting again at every start; set "
+            "PLANARIA_CACHE to a folder that can", folder, error.strerror,
+        )  # fmt: skip
 
 
 def _whole(folder: Path) -> bool:

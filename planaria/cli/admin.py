@@ -32,6 +32,10 @@ class AdminAddress(NamedTuple):
         """Is it on this machine's loopback, where nobody is in between?"""
         return is_loopback(self.host)
 
+    @property
+    def url(self) -> str:
+        return f"{self.scheme}://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
     def __str__(self) -> str:
         return f"{self.host} port {self.port}"
 
@@ -102,10 +106,7 @@ def local_servers() -> list[AdminAddress]:
         return local
     if servers:
         away = servers[0]
-        host = f"[{away.host}]" if ":" in away.host else away.host
-        raise PlanariaError(
-            f"the server at {away} is not on the loopback of this machine: give --url {away.scheme}://{host}:{away.port}"
-        )
+        raise PlanariaError(f"the server at {away} is not on the loopback of this machine: give --url {away.url}")
     raise PlanariaError("no Planaria server of yours runs on this machine: give --url")
 
 
@@ -125,6 +126,6 @@ def server_at(url: str | None) -> AdminAddress:
         return server_of(url)
     servers = local_servers()
     if len(servers) > 1:
-        ports = ", ".join(str(server.port) for server in servers)
-        raise UserError(f"several servers run on this machine (ports {ports}): give --url http://127.0.0.1:PORT")
+        urls = ", ".join(server.url for server in servers)
+        raise UserError(f"several servers of yours run on this machine: give --url with one of {urls}")
     return servers[0]

@@ -39,6 +39,8 @@ def run(
     if layout and dp is not None:
         raise ConfigError("--dp", dp, "and a layout (--tp, --pp) are two changes", "give one of them at a time")
     server = server_at(url)
+    if url is None:
+        console.print(f"the server at {server.url}", soft_wrap=True)
     of = "" if model is None else f"?model={quote(model, safe='')}"
     if not layout:
         _resize(server, of, dp or 0, prefill, id or uuid.uuid4().hex[:8], drain_timeout, admin_key, as_json)

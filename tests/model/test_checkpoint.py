@@ -28,6 +28,7 @@ from planaria.checkpoint.gguf_file import shortest_float32
 from planaria.checkpoint.gguf_tokenizer import convert_tokenizer
 from planaria.checkpoint.resolve import name_of
 from planaria.errors import ModelError
+from planaria.kernels.objects import ensure
 from planaria.server.tokenise import load_tokenizer
 from tests.model.gguf_files import write_gguf
 
@@ -436,11 +437,27 @@ def test_a_damaged_cache_is_repaired(tmp_path: Path, cache: Path, damage: str) -
 def test_an_unwritable_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PLANARIA_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr("planaria.cache._said", [])
     meta = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.merges": ["a a"]}
     with caplog.at_level(logging.WARNING):
         c = resolve_checkpoint(str(write_gguf(tmp_path / "m.gguf", meta=meta)))
     assert "can't be written" in caplog.text and "PLANARIA_CACHE" in caplog.text
     assert c.tokenizer_dir is not None and (Path(c.tokenizer_dir) / "tokenizer.json").exists()
+
+
+def test_what_is_compiled_at_every_start_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder that isn't there, and one that is and takes no file."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "there" / "b.o").mkdir(parents=True)
+    for place in ("file/a.o", "there/b.o"):
+        monkeypatch.setattr("planaria.cache._said", [])
+        caplog.clear()
+        for _ in range(2):
+            assert ensure(tmp_path / place, lambda: b"code") == b"code"
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert str((tmp_path / place).parent) in caplog.text and "PLANARIA_CACHE" in caplog.text
 
 
 def test_processes_that_start_at_once(tmp_path: Path, cache: Path) -> None:

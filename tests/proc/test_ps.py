@@ -18,7 +18,7 @@ import pytest
 
 from planaria import processes
 from planaria.cli import admin, experts, ps, scale
-from planaria.errors import PlanariaError
+from planaria.errors import PlanariaError, UserError
 from planaria.node import process_state
 from planaria.processes import read_title, set_title
 from tests.proc.servers import SOON, Server, alive, needs_smollm2, planaria, wait_until
@@ -181,6 +181,25 @@ def test_the_key_leaves_the_machine_only_for_an_address_that_was_given(
         with pytest.raises(PlanariaError, match=r"not on the loopback.*: give --url https://192\.0\.2\.1:8000$"):
             ask()
     assert admin.server_of("https://192.0.2.1:8000") == admin.AdminAddress(8000, "192.0.2.1", "https")
+
+
+def test_scale_says_which_server_it_acts_on_and_takes_none_of_several(
+    listener: tuple[str, list[bytes]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port, heard = listener
+    titles = [(1, "server", {"port": port}), (2, "server", {"port": "8000", "scheme": "https", "host": "::1"})]
+
+    def ask() -> None:
+        scale.run(None, 1, 1, None, None, None, None, None, 1.0, "secret", True)
+
+    monkeypatch.setattr(admin, "titled_processes", lambda: iter(titles))
+    with pytest.raises(UserError, match=rf"--url with one of http://127\.0\.0\.1:{port}, https://\[::1\]:8000$"):
+        ask()
+    assert not heard
+    monkeypatch.setattr(admin, "titled_processes", lambda: iter(titles[:1]))
+    with pytest.raises(PlanariaError, match="is not a server of Planaria"):
+        ask()
+    assert len(heard) == 1 and capsys.readouterr().err == f"the server at http://127.0.0.1:{port}\n"
 
 
 def test_malformed_titles_are_skipped(listener: tuple[str, list[bytes]], monkeypatch: pytest.MonkeyPatch) -> None:
