@@ -258,7 +258,8 @@ class EngineLoop:
         self._look_at_core()
         try:
             look_at_changes(self)
-            self.loras.place(core)
+            if self.sleeper.level is None:
+                self.loras.place(core)
             while core.in_flight < max(gang.layout.pp, self.config.scheduler.depth):
                 plan = core.plan(self.clock()) if self.sleeper.level is None else None
                 if plan is None:

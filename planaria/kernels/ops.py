@@ -211,6 +211,7 @@ class Operations(Protocol):
     """What a forward pass is written in, and its argument while it is compiled."""
 
     spread: bool  # are experts shared with the ranks of other lanes?
+    early: bool  # may rows that nobody wants be left within the last layer?
 
     def embed(self, table: Weight, vocab: range | None = None, scale: float = 1.0) -> Act:
         """[T, H] float32: rows of the table for the batch's tokens, times `scale`. The table may be the packed output

@@ -226,7 +226,7 @@ class TorchOps(Products, SharedTokens):
         self._step: StepTensors | None = None
         self.lanes: All2All | None = None
         self.kv_part: CacheMemory | None = None
-        self.spread = False
+        self.spread = self.early = False
 
     def join(self, tp: Comm, lanes: All2All | None = None, cp: Comm | None = None) -> None:
         self.tp, self.cp, self.lanes, self.spread = tp, cp or tp, lanes, lanes is not None

@@ -63,7 +63,8 @@ class Attention:
         if self.context is not None:
             self.own = Columns.of_heads(self.context, shard, self.head_dim)
 
-    def __call__(self, ops: Operations, x: Act, h: Act) -> Act:
+    def __call__(self, ops: Operations, x: Act, h: Act, *, ends: bool = False) -> Act:
+        """ends: of the rows that are wanted alone."""
         qkv = ops.linear(x, self.qkv)
         if self.wide is not None:
             qkv = self.wide(ops, qkv)
@@ -81,6 +82,8 @@ class Attention:
         else:
             parts = ops.attend_part(*heads, self.context, self.window, self.cap)
             x = ops.merge(parts, self.context, self.own.heads, self.head_dim, self.sinks)
+        if ends:
+            x, h = ops.take(x), ops.take(h)
         return into(ops, x, self.output, h, self.after)
 
     def make_kv(self, ops: Ops, num_blocks: int, block_size: int) -> None:
@@ -121,6 +124,14 @@ class DecoderLayer:
         h = self.attention(ops, self.input_norm(ops, h), h)
         return self.mlp(ops, self.mlp_norm(ops, h), h)
 
+    def wanted(self, ops: Operations, h: Act) -> Act:
+        """Rows of the batch's sample_index alone, [S, H]: from attention on no others are computed, where that can be
+        said beforehand."""
+        if not (ops.early and isinstance(self.attention, Attention) and isinstance(self.mlp, MLP)):
+            return ops.take(self(ops, h))
+        h = self.attention(ops, self.input_norm(ops, h), h, ends=True)
+        return self.mlp(ops, self.mlp_norm(ops, h), h)
+
 
 class Model:
     """A decoder, or a stage of one, with its weights. `layers` is in order; call `make_kv` before the first step.
@@ -146,10 +157,9 @@ class Model:
         """Logits [S, vocabulary] of the positions the batch wants them for, or what the model has in their place:
         scores [S, labels], else hidden states [S, H] in the activation dtype; of a stage that isn't the last, the
         residual [T, H]."""
-        h = self._residual(ops)
         if self.norm is None:
-            return h
-        x = self.norm(ops, ops.take(h))
+            return self._residual(ops)
+        x = self.norm(ops, self._wanted(ops))
         if self.labels is not None:
             return ops.scores(x, self.labels)
         return x if self.head is None else self._logits(ops, x)
@@ -157,7 +167,7 @@ class Model:
     def forward_both(self, ops: Operations) -> tuple[Act, Act]:
         """Of the last stage of a model that has logits: these, and the hidden states they are made of, [S, H]."""
         assert self.norm is not None
-        x = self.norm(ops, ops.take(self._residual(ops)))
+        x = self.norm(ops, self._wanted(ops))
         return self._logits(ops, x), x
 
     def forward_all(self, ops: Operations) -> tuple[Act, Act]:
@@ -175,6 +185,13 @@ class Model:
         for layer in self.layers:
             h = layer(ops, h)
         return h
+
+    def _wanted(self, ops: Operations) -> Act:
+        """The residual of the positions that the batch wants, [S, H]."""
+        h = self._begin(ops)
+        for layer in self.layers[:-1]:
+            h = layer(ops, h)
+        return self.layers[-1].wanted(ops, h)
 
     def _begin(self, ops: Operations) -> Act:
         """What the first layer takes."""

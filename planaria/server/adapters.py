@@ -20,8 +20,8 @@ logger = logging.getLogger("planaria.server")
 
 
 def _registry(service: Service) -> LoraRegistry:
-    """Raises RequestError."""
-    service.admit(None)
+    """Also while its engines sleep. Raises RequestError."""
+    service.admit(None, awake=False)
     if service.client.loras is None:
         raise RequestError("this server has no adapters: start it with --enable-lora", code="unsupported_parameter")
     return service.client.loras

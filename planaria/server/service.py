@@ -102,15 +102,15 @@ class Service(Admission):
         assert self.client.control is not None
         return self.client.control
 
-    def not_ready(self) -> str:
-        """Why nothing can be admitted now, or ""."""
+    def not_ready(self, *, awake: bool = True) -> str:
+        """Why nothing can be admitted now, or "". awake: what needs engines that compute."""
         if self.draining and self.outer is None:  # else the port lets nothing in, and what waited for a model begins
             return self.draining
         if self.client.dead is not None:
             return f"the engine has ended: {self.client.dead.message}"
         if self.client.facts is None:
             return "the model is still being loaded" if self.place is None else "the model has not been loaded yet"
-        return "its engines are asleep (POST /wake_up wakes them)" if self.asleep else ""
+        return "its engines are asleep (POST /wake_up wakes them)" if awake and self.asleep else ""
 
     @property
     def asleep(self) -> bool:
@@ -118,10 +118,10 @@ class Service(Admission):
         states = {engine.state for engine in self.client.members.values()} - {"ended"}
         return states == {"asleep"}
 
-    def admit(self, model: str | None, task: str | None = None) -> EngineFacts:
+    def admit(self, model: str | None, task: str | None = None, *, awake: bool = True) -> EngineFacts:
         """The engine's facts, if a request for `model` can be taken, and it does `task`; raises RequestError (503, 404,
         400)."""
-        why = self.not_ready()
+        why = self.not_ready(awake=awake)
         facts = self.client.facts
         if why or facts is None:
             raise RequestError(why, code="not_ready", status=503)

@@ -26,7 +26,9 @@ DTYPES: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "bf16": BFLOAT16
 
 
 class Adapting:
-    """Operations in which products with these weights, by id, have a table of adapters."""
+    """Operations in which products with these weights, by id, have a table of adapters; row t of each is token t's."""
+
+    early = False
 
     def __init__(self, ops: Operations, tables: dict[int, Any]) -> None:
         self._ops, self._tables = ops, tables

@@ -61,6 +61,12 @@ def test_adapters_come_and_go(small: Path, adapters: list[Path], tmp_path: Path)
         assert loaded.status_code == 200 and "Success" in loaded.json()["message"]
         digests.add(loaded.json()["digest"])
         assert len(digests) == 2 and ask(url, "mine") == second and ask(url, "m") == plain
+        httpx2.post(f"{url}/sleep?level=2", timeout=120, verify=TLS).raise_for_status()
+        assert post(url, "load", lora_name="night", lora_path=str(adapters[0])).status_code == 200
+        asleep = httpx2.post(f"{url}/v1/completions", json={"model": "night", "prompt": PROMPT}, verify=TLS)
+        assert asleep.status_code == 503 and "/wake_up" in asleep.json()["error"]["message"]
+        httpx2.post(f"{url}/wake_up", timeout=120, verify=TLS).raise_for_status()
+        assert ask(url, "night") == first and ask(url, "mine") == second
         assert post(url, "load", lora_name="m", lora_path=str(folder)).status_code == 400
         refused = post(url, "load", lora_name="x", lora_path=str(tmp_path / "none"))
         assert refused.status_code == 400 and "no such file" in refused.json()["error"]["message"]

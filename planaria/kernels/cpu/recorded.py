@@ -25,6 +25,7 @@ class RecordedOps(ExpertOps, mla_rows.LatentOps, ContextOps):
     def __init__(self, recorder: Recorder) -> None:
         self.recorder, self.spread = recorder, recorder.lanes is not None
         self.batch, self.target = recorder.batch, recorder.target
+        self.early = self.batch.step is self.batch
 
     def embed(self, table: Packed, vocab: range | None = None, scale: float = 1.0) -> Act:
         whole = self.recorder.tp.size == 1 or vocab is None
