@@ -182,9 +182,10 @@ def packed(target: Target, kind: BlockKind, rows: int) -> str:
         sums = [""] * rows
         steps = unpack.steps(f, f.at(w, f.mul(i, unpack.block_bytes)))
         for number, runs in enumerate(form.groups):
-            whole = [form.first(f, f.at(x, form.numbers), number) for x in x_at]
+            places = [f.at(x, form.numbers) for x in x_at]
+            whole = [form.first(f, place, number) for place in places]
             for first, last in runs:
-                run = [form.begin(w) for w in whole]
+                run = [form.begin(f, w, place, number) for w, place in zip(whole, places, strict=True)]
                 for step in range(first, last):
                     codes = next(steps)
                     for r in range(rows):
@@ -219,7 +220,6 @@ def part(target: Target, kind: BlockKind, rows: int, panels: int) -> str:
     unpack, form = Unpack(target, kind), form_of(target, kind)
     codes, acc, xs = f.ptr("%codes"), f.ptr("%acc"), rows_of(f, "%x", "%ldx", rows)
     tile = [(r, v) for r in range(rows) for v in range(panels)]
-    short = form.run == UNROLL < form.steps // unpack.groups  # runs are added up within the loop
 
     def body(i: str, sums: list[str]) -> list[str]:
         code_at = f.at(codes, f.mul(i, 16 * panels))
@@ -228,16 +228,6 @@ def part(target: Target, kind: BlockKind, rows: int, panels: int) -> str:
         def weights(u: int) -> list[str]:
             return [f.load(form.codes, f.at(code_at, 64 * (u * panels + v)), 64) for v in range(panels)]
 
-        if short:
-            each = [weights(u) for u in range(UNROLL)]
-            for r in range(rows):
-                run = ["zeroinitializer"] * panels
-                for u, ws in enumerate(each):
-                    x = splat_word(f, f.at(x_at[r], 4 * u))
-                    run = [form.add(f, one, w, x) for one, w in zip(run, ws, strict=True)]
-                for v, one in enumerate(run):
-                    sums[r * panels + v] = form.whole(f, sums[r * panels + v], one)
-            return sums
         for u in range(UNROLL):
             ws = weights(u)
             for r in range(rows):
@@ -251,11 +241,12 @@ def part(target: Target, kind: BlockKind, rows: int, panels: int) -> str:
 
     sums = [""] * len(tile)
     for number, runs in enumerate(form.groups):
-        whole = [form.first(f, f.at(xs[r], form.numbers), number) for r, _ in tile]
-        for first, last in [(runs[0][0], runs[-1][1])] if short else runs:
-            begin = [(I32, w) if short else (form.lanes, form.begin(w)) for w in whole]
+        places = [f.at(xs[r], form.numbers) for r, _ in tile]
+        whole = [form.first(f, place, number) for place in places]
+        for first, last in runs:
+            begin = [(form.lanes, form.begin(f, w, place, number)) for w, place in zip(whole, places, strict=True)]
             run = f.loop(4 * first, 4 * last, 4 * UNROLL, begin, body)
-            whole = run if short else [form.whole(f, w, one) for w, one in zip(whole, run, strict=True)]
+            whole = [form.whole(f, w, one) for w, one in zip(whole, run, strict=True)]
         scales = [factor(v, number) for v in range(panels)]
         sums = [add_group(f, s, w, scales[v]) for s, w, (_, v) in zip(sums, whole, tile, strict=True)]
     minima = [[factor(v, i) for i in range(unpack.scales, unpack.count)] for v in range(panels)]

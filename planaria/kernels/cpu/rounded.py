@@ -58,13 +58,15 @@ class InPairs:
 
     def first(self, f: Function, numbers: str, group: int) -> str:
         """What a group's sums begin with, i32 [16]."""
-        if not self.offset:
-            return "zeroinitializer"
-        return f.splat("i32", f.load("i32", f.at(numbers, 4 + 4 * group), 4))
+        return f.splat("i32", f.load("i32", f.at(numbers, 4 + 4 * group), 4)) if self.offset else "zeroinitializer"
 
-    def begin(self, whole: str) -> str:
+    def begin(self, f: Function, whole: str, numbers: str, group: int) -> str:
         """What a run's sums begin with, where those before are `whole`."""
         return whole
+
+    def offsets(self, f: Function, whole: str, sum: str) -> str:
+        """What is added for the offset to sums of codes, of a group's integers i32 [16], whose sum is `sum`; i32."""
+        return f.op(f"mul i32 {sum}, {-self.offset}")
 
     def add(self, f: Function, acc: str, w: str, x: str) -> str:
         """acc plus a step's codes times 4 bytes of a row in all lanes, i32 [16]: one instruction or two (vpdpwssd,
@@ -88,7 +90,8 @@ class InPairs:
 
 class InBytes(InPairs):
     """int8: a step is four neighbours along K, codes uint8 [16][4] as i32 [16]. One instruction multiplies and adds
-    (vpdpbusd), or one multiplies and adds pairs into 16 bits (pmaddubsw), which hold the sums of a run."""
+    (vpdpbusd), or one multiplies and adds pairs into 16 bits (pmaddubsw), which hold the sums of a run. With an offset
+    a run is a group then, and its sums begin with what the offset makes of them: two int16, of either pair of four."""
 
     steps, item, most, codes = 8, 8, 127, I32
 
@@ -99,11 +102,24 @@ class InBytes(InPairs):
         self.direct = vnni or not host_has("avx2")
         if not self.direct:
             self.lanes = H32
-            fit = 32767 // (2 * self.most * ((1 << kind.bits) - 1))
+            fit = 32767 // (2 * self.most * max(kind.offset, (1 << kind.bits) - 1 - kind.offset))
             self.run = min(self.run, 1 << fit.bit_length() - 1)
 
-    def begin(self, whole: str) -> str:
-        return whole if self.direct else "zeroinitializer"
+    def first(self, f: Function, numbers: str, group: int) -> str:
+        return super().first(f, numbers, group) if self.direct else "zeroinitializer"
+
+    def begin(self, f: Function, whole: str, numbers: str, group: int) -> str:
+        if self.direct:
+            return whole
+        return f.op(f"bitcast {I32} {super().first(f, numbers, group)} to {H32}") if self.offset else "zeroinitializer"
+
+    def offsets(self, f: Function, whole: str, sum: str) -> str:
+        if self.direct:
+            return super().offsets(f, whole, sum)
+        mask = ", ".join(f"i32 {-(i % 4 < 2)}" for i in range(16))
+        first = f.op(f"call i32 @llvm.vector.reduce.add.v16i32({I32} {f.op(f'and {I32} {whole}, <{mask}>')})")
+        low, high = (super(InBytes, self).offsets(f, whole, s) for s in (first, f.op(f"sub i32 {sum}, {first}")))
+        return f.op(f"or i32 {f.op(f'and i32 {low}, 65535')}, {f.op(f'shl i32 {high}, 16')}")
 
     def add(self, f: Function, acc: str, w: str, x: str) -> str:
         if not self.direct:
@@ -189,7 +205,7 @@ def round_rows(target: Target, kind: BlockKind) -> str:
             sum = f.op(f"call i32 @llvm.vector.reduce.add.v16i32({I32} {of_group})")
             place = f.at(to, form.numbers + 4 + 4 * g)
             if kind.offset:
-                f.store("i32", f.op(f"mul i32 {sum}, {-kind.offset}"), place, 4)
+                f.store("i32", form.offsets(f, of_group, sum), place, 4)
             else:
                 f.store("float", f.op(f"fmul float {scale}, {f.op(f'sitofp i32 {sum} to float')}"), place, 4)
 
