@@ -62,6 +62,10 @@ class Function:
         self.ret()
         return self.text()
 
+    def opaque(self, kind: str, value: str) -> str:
+        """A vector as it is, of which LLVM knows nothing: where it would compute it anew, or in another order. On x86."""
+        return self.op(f'call {kind} asm sideeffect "", "=v,0"({kind} {value})')
+
     # integers and addresses
     def add(self, a: str, b: str | int) -> str:
         return a if b == 0 else self.op(f"add i64 {a}, {b}")

@@ -200,9 +200,13 @@ def packed(target: Target, kind: BlockKind, rows: int) -> str:
     return f.text()
 
 
-def tile_rows(target: Target, kind: BlockKind) -> int:
-    """Of `part`: where a block has two groups, the sums of both are in registers."""
-    return target.tile_rows if kind.group == BLOCK else (target.tile_rows + 1) // 2
+def tile_rows(target: Target) -> int:
+    """Rows of a tile; of those of `part` too, but where a block has two groups, whose sums are both in registers."""
+    return target.tile_rows if target.wide else 6
+
+
+def part_rows(target: Target, kind: BlockKind) -> int:
+    return tile_rows(target) if kind.group == BLOCK else 2
 
 
 PART_ARGS = ("x", "ldx", "codes", "acc")
@@ -221,19 +225,20 @@ def part(target: Target, kind: BlockKind, rows: int, panels: int) -> str:
     codes, acc, xs = f.ptr("%codes"), f.ptr("%acc"), rows_of(f, "%x", "%ldx", rows)
     tile = [(r, v) for r in range(rows) for v in range(panels)]
 
+    def step(code_at: str, x_at: list[str], sums: list[str], u: int) -> list[str]:
+        ws = [f.load(form.codes, f.at(code_at, 64 * (u * panels + v)), 64) for v in range(panels)]
+        words = [splat_word(f, f.at(x, 4 * u)) for x in x_at]
+        return [form.add(f, sum, ws[v], words[r]) for sum, (r, v) in zip(sums, tile, strict=True)]
+
     def body(i: str, sums: list[str]) -> list[str]:
-        code_at = f.at(codes, f.mul(i, 16 * panels))
-        x_at, run = [f.at(x, i) for x in xs], sums
-
-        def weights(u: int) -> list[str]:
-            return [f.load(form.codes, f.at(code_at, 64 * (u * panels + v)), 64) for v in range(panels)]
-
+        code_at, x_at = f.at(codes, f.mul(i, 16 * panels)), [f.at(x, i) for x in xs]
         for u in range(UNROLL):
-            ws = weights(u)
-            for r in range(rows):
-                x = splat_word(f, f.at(x_at[r], 4 * u))
-                for v in range(panels):
-                    sums[r * panels + v] = form.add(f, sums[r * panels + v], ws[v], x)
+            sums = step(code_at, x_at, sums, u)
+        return sums
+
+    def unrolled(first: int, last: int, sums: list[str]) -> list[str]:
+        for u in range(first, last):
+            sums = [form.kept(f, sum) for sum in step(codes, xs, sums, u)]
         return sums
 
     def factor(v: int, number: int) -> str:
@@ -244,8 +249,11 @@ def part(target: Target, kind: BlockKind, rows: int, panels: int) -> str:
         places = [f.at(xs[r], form.numbers) for r, _ in tile]
         whole = [form.first(f, place, number) for place in places]
         for first, last in runs:
-            begin = [(form.lanes, form.begin(f, w, place, number)) for w, place in zip(whole, places, strict=True)]
-            run = f.loop(4 * first, 4 * last, 4 * UNROLL, begin, body)
+            run = [form.begin(f, w, place, number) for w, place in zip(whole, places, strict=True)]
+            if kind.by_bytes:
+                run = unrolled(first, last, run)
+            else:
+                run = f.loop(4 * first, 4 * last, 4 * UNROLL, [(form.lanes, one) for one in run], body)
             whole = [form.whole(f, w, one) for w, one in zip(whole, run, strict=True)]
         scales = [factor(v, number) for v in range(panels)]
         sums = [add_group(f, s, w, scales[v]) for s, w, (_, v) in zip(sums, whole, tile, strict=True)]
@@ -270,8 +278,8 @@ def wide(target: Target, kind: BlockKind, panels: int) -> str:
     list `fetch`, whose addresses are `each` bytes apart.
     """
     f = Function(f"pl_wide_{panels}", WIDE_ARGS)
-    unpack, form, most = Unpack(target, kind), form_of(target, kind), target.tile_rows
-    w, codes, cap = f.ptr("%w"), f.ptr("%codes"), tile_rows(target, kind)
+    unpack, form, most = Unpack(target, kind), form_of(target, kind), tile_rows(target)
+    w, codes, cap = f.ptr("%w"), f.ptr("%codes"), part_rows(target, kind)
     f.do(f"call void @llvm.memset.p0.i64(ptr {f.ptr('%acc')}, i8 0, i64 {f.mul('%rows', 64 * panels)}, i1 false)")
     ahead = f.mul("%stride", panels)
 
@@ -325,6 +333,55 @@ def wide(target: Target, kind: BlockKind, panels: int) -> str:
     return f.end()
 
 
+def wide_in_registers(target: Target, kind: BlockKind, panels: int) -> str:
+    """`wide` where registers hold the codes of a block of all these panels: rows meet them one after the other."""
+    f = Function(f"pl_wide_{panels}", WIDE_ARGS)
+    unpack, form, most, w = Unpack(target, kind), form_of(target, kind), tile_rows(target), f.ptr("%w")
+    f.do(f"call void @llvm.memset.p0.i64(ptr {f.ptr('%acc')}, i8 0, i64 {f.mul('%rows', 64 * panels)}, i1 false)")
+    ahead = f.mul("%stride", panels)
+
+    def body(i: str, carried: list[str]) -> list[str]:
+        places, codes, factors = [f.ptr(p) for p in unpack.places(f, "%scales", "%blocks", i)], [], []
+        for v in range(panels):
+            panel, own, shared = (f.at(place, f.mul("%stride", v)) for place in (w, *places))
+            unpack.prefetch(f, panel, i, ahead)
+            codes.append([f.opaque(I32, c) for c in unpack.steps(f, f.at(panel, f.mul(i, unpack.block_bytes)))])
+            factors.append(unpack.factors(f, own, shared))
+
+        def row(_: str, at: list[str]) -> list[str]:
+            numbers, sums = f.at(at[0], form.numbers), [""] * panels
+            for number, runs in enumerate(form.groups):
+                whole = [form.first(f, numbers, number)] * panels
+                for first, last in runs:
+                    run = [form.begin(f, one, numbers, number) for one in whole]
+                    for step in range(first, last):
+                        word = splat_word(f, f.at(at[0], 4 * step))
+                        run = [form.add(f, one, own[step], word) for one, own in zip(run, codes, strict=True)]
+                    whole = [form.whole(f, before, one) for before, one in zip(whole, run, strict=True)]
+                sums = [add_group(f, *each, own[number]) for *each, own in zip(sums, whole, factors, strict=True)]
+            for v, own in enumerate(factors):
+                place = f.at(at[1], 64 * v)
+                f.store(F32, scaled(f, f.load(F32, place, 64), sums[v], numbers, own[unpack.scales :]), place, 64)
+            return [f.at(at[0], "%ldx"), f.at(at[1], 64 * panels)]
+
+        def tile(first: str, inner: list[str]) -> list[str]:
+            line = f.load("ptr", f.ptr(inner[0]), 8)
+            for k in range(8):
+                prefetch(f, f.at(line, 64 * k))
+            after = f.add(first, most)
+            whole = f.op(f"icmp sle i64 {after}, %rows")
+            end = f.op(f"select i1 {whole}, i64 {after}, i64 %rows")
+            following = f.add(inner[0], f.op(f"select i1 {whole}, i64 %each, i64 0"))
+            return [following, *f.loop(first, end, 1, [("ptr", p) for p in inner[1:]], row)]
+
+        x = f.ptr(f.op(f"add i64 %x, {f.mul(i, form.row_bytes)}"))
+        begin = [("i64", carried[0]), ("ptr", x), ("ptr", f.ptr("%acc"))]
+        return f.loop(0, "%rows", most, begin, tile)[:1]
+
+    f.loop(0, "%blocks", 1, [("i64", "%fetch")], body)
+    return f.end()
+
+
 EMBED_ARGS = ("w", "scales", "column", "count", "out")
 
 
@@ -364,8 +421,12 @@ def kind_module(target: Target, kind: BlockKind) -> str:
     """IR of a kind's kernels: those of ENTRIES, which its table has in this order, and pl_place."""
     widths = sorted({1, target.tile_panels})
     few = {rows: packed(target, kind, rows) for rows in range(1, target.inline_rows + 1)}
-    many = {panels: wide(target, kind, panels) for panels in widths}
-    parts = [part(target, kind, rows, panels) for panels in widths for rows in range(1, tile_rows(target, kind) + 1)]
+    if kind.by_bytes and target.wide:
+        parts, many = [], {panels: wide_in_registers(target, kind, panels) for panels in widths}
+    else:
+        sizes = range(1, part_rows(target, kind) + 1)
+        parts = [part(target, kind, rows, panels) for panels in widths for rows in sizes]
+        many = {panels: wide(target, kind, panels) for panels in widths}
     return "\n".join([
         DECLARATIONS, INTRINSICS,
         *parts, *few.values(), *many.values(), embed(target, kind), place_codes(kind),

@@ -83,6 +83,10 @@ class InPairs:
             halves.append(f.op(f"shufflevector {I64} {product}, {I64} poison, <16 x i32> <{mask}>"))
         return f.op(f"add {I32} {acc}, {f.op(f'add {I32} {halves[0]}, {halves[1]}')}")
 
+    def kept(self, f: Function, run: str) -> str:
+        """A run's sums so far, in registers, and computed before what follows."""
+        return run
+
     def whole(self, f: Function, before: str, run: str) -> str:
         """Sums after a run, i32 [16]."""
         return run
@@ -131,6 +135,11 @@ class InBytes(InPairs):
             signed = f.op(f"ashr {I32} {f.op(f'shl {I32} {x}, {f.const_i32(24 - 8 * k)}')}, {f.const_i32(24)}")
             acc = f.op(f"add {I32} {acc}, {f.op(f'mul {I32} {code}, {signed}')}")
         return acc
+
+    def kept(self, f: Function, run: str) -> str:
+        if self.direct:
+            return run
+        return joined(f, "i16", [f.opaque("<16 x i16>", half_of(f, "i16", run, half, 32)) for half in range(2)], 16)
 
     def _pairs(self, f: Function, w: str, x: str) -> str:
         if self.target.wide:
