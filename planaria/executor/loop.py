@@ -258,8 +258,7 @@ class EngineLoop:
         self._look_at_core()
         try:
             look_at_changes(self)
-            if self.sleeper.level is None:
-                self.loras.place(core)
+            self.loras.place(core if self.sleeper.level is None else None)
             while core.in_flight < max(gang.layout.pp, self.config.scheduler.depth):
                 plan = core.plan(self.clock()) if self.sleeper.level is None else None
                 if plan is None:

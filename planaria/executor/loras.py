@@ -85,11 +85,11 @@ class LoraStore:
 
     # -- ranks
 
-    def place(self, core: EngineCore) -> None:
-        """Send what ranks are to have next, a part of it between two steps. Raises WorkersLost."""
-        slots, epoch = core.loras, self.gang.epoch
-        if not slots.wanted:
+    def place(self, core: EngineCore | None) -> None:
+        """Send what ranks are to have next, a part of it between two steps. None: they sleep. Raises WorkersLost."""
+        if core is None or not core.loras.wanted:
             return
+        slots, epoch = core.loras, self.gang.epoch
         parts = self.complete[slots.wanted]
         digest, of, number = self._sent
         if (digest, of) != (slots.wanted, epoch):

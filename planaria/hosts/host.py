@@ -14,6 +14,7 @@ import msgspec
 from planaria.topology import Cluster
 
 Slot = tuple[str, int]  # a node's name, and the number of a place there: an accelerator's where the node has some
+NOWHERE = -1  # in place of that number: it takes no place
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):

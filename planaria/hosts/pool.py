@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from planaria.hosts.host import Child, Host, News, Place, Program, Slot
+from planaria.hosts.host import NOWHERE, Child, Host, News, Place, Program, Slot
 from planaria.topology import Cluster, Infeasible, Layout, Node, Placement, RankSlot, place, shrink
 
 logger = logging.getLogger("planaria.hosts")
@@ -331,7 +331,7 @@ class Pool:
     def beside(self, node: str, news: News) -> Child:
         """A process on a node of a rank's that has no place of its own: it takes no accelerator. Raises OSError."""
         self.others = [child for child in self.others if not child.ended]
-        self.others.append(self.host.spawn((node, 0), self.entry, None, news))
+        self.others.append(self.host.spawn((node, NOWHERE), self.entry, None, news))
         return self.others[-1]
 
     # -- ending

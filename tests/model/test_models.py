@@ -187,6 +187,34 @@ def test_a_step_that_wants_no_logits_fills_the_cache(checkpoint: Any, make_ops: 
     assert distance(driver.step({0: tokens[-3:]})[0], expected(reference, tokens)[-3:]) < TOLERANCE
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_the_last_layer_goes_on_with_what_is_wanted(
+    early: bool, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its three products after attention have those rows alone, and the same numbers."""
+    pytest.importorskip("llvmlite")
+    from planaria.kernels.cpu import layout
+    from planaria.kernels.cpu.ops import CpuOps
+    from planaria.kernels.cpu.recorded import RecordedOps
+
+    case, rows, linear = BY_NAME["qwen3"], list[int](), RecordedOps.linear
+    folder, reference = checkpoint(case)
+
+    def noted(self: Any, x: Any, *rest: Any, **named: Any) -> Any:
+        self.early = self.early and early
+        rows.append(x.rows)
+        return linear(self, x, *rest, **named)
+
+    monkeypatch.setattr(RecordedOps, "linear", noted)
+    ops = CpuOps("float32", 1)
+    driver, prompts = Driver(make_model(case, folder, ops), ops, block_size=16), texts(case)
+    assert set(rows[:-3]) == {layout.ROWS_TOKENS}
+    assert set(rows[-3:]) == {layout.ROWS_SAMPLES if early else layout.ROWS_TOKENS}
+    found = driver.step(dict(enumerate(prompts[:3])), wanted=[1])[1]
+    assert distance(found, expected(reference, prompts[1])) < TOLERANCE
+    ops.close()
+
+
 @pytest.mark.parametrize("name", ["llama-biases", "qwen3"])
 def test_bfloat16_stays_near_float32(name: str, checkpoint: Any, make_ops: Any) -> None:
     case = BY_NAME[name]

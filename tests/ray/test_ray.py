@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -13,8 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
-from planaria import LLM, SamplingParams
+from planaria import LLM, AsyncLLM, SamplingParams
 from planaria.errors import CallFailed, ConfigError, EngineDead
+from planaria.executor import new_weights
+from tests.model.checkpoints import write_checkpoint
 from tests.proc.servers import PATIENCE, SOON, alive, wait_until
 from tests.ray.clusters import live_actors, live_groups
 
@@ -107,6 +110,36 @@ def test_the_same_answers_and_nothing_left(
     assert not any(alive(pid) for pid in pids)
     wait_until("no actor is left", lambda: not live_actors(local_ray))
     wait_until("no placement group is left", lambda: not live_groups())
+
+
+@pytest.mark.parametrize("link", ["queue", pytest.param("compiled-graph", marks=pytest.mark.long)])
+def test_other_weights_are_prepared_by_an_actor_more(
+    local_ray: Any, small: Path, tmp_path: Path, link: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which takes no place, and ends with the change."""
+    other = write_checkpoint(tmp_path / "other", "llama", 2)
+    with LLM(str(other), **SMALL) as llm:
+        expected = answers(llm, PROMPTS[:1], 12)[0][0]
+    prepare, children = new_weights.beside, list[Any]()
+
+    def beside(*asked: Any) -> Any:
+        children.extend(prepare(*asked))
+        return children
+
+    monkeypatch.setattr(new_weights, "beside", beside)
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+    async def main() -> list[int]:
+        engine = AsyncLLM(str(small), **SMALL, **ray_options("tp2", link))
+        await engine.update_weights(other)
+        assert [child.said for child in children] == ["ready"]
+        found = [token async for piece in engine.generate(PROMPTS[0], greedy) for token in piece.token_ids]
+        wait_until("it has ended", lambda: len(live_actors(local_ray)) == 2)
+        engine.close()
+        return found
+
+    assert asyncio.run(asyncio.wait_for(main(), PATIENCE)) == expected
+    wait_until("no actor is left", lambda: not live_actors(local_ray))
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,8 @@ class PoolLauncher:
         found = [self.pool.beside(node, self._wake) for node in of]
         for child, (first, *rest) in zip(found, of.values(), strict=True):
             beside = first.beside + tuple(boot.rank for boot in rest)
-            child.tell(self._reserve(msgspec.structs.replace(first, beside=beside))(child.place))
+            place = child.place if child.place.pid else self.pool.ranks[first.rank].place  # it is to come up there
+            child.tell(self._reserve(msgspec.structs.replace(first, beside=beside))(place))
         return found
 
     def tell_spares(self, boot: RankBoot) -> None:

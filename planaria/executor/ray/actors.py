@@ -148,7 +148,7 @@ class Actors:
         offer = env.read_at_start(self._offer)
         if offer and node not in self._asked:
             task = self.connection.ray.remote(num_cpus=0, max_retries=0)(report)
-            self._asked[node] = frozenset(ask(task.options(**_on(node)).remote(list(offer))))
+            self._asked[node] = frozenset(ask(task.options(**on_node(node)).remote(list(offer))))
         return {name: value for name, value in offer.items() if name not in self._asked.get(node, ())}
 
     def begin(self, child: RayChild, message: bytes) -> tuple[Any, Any]:
@@ -176,7 +176,7 @@ class Actors:
             if not child.here and at.home not in self._reapers:
                 kind = self.connection.ray.remote(num_cpus=0, max_restarts=0)(NodeReaper)
                 name = f"planaria-{self.instance}-reaper-{at.ray_node[:8]}"
-                self._reapers[at.home] = kind.options(name=name, **_on(at.ray_node)).remote()
+                self._reapers[at.home] = kind.options(name=name, **on_node(at.ray_node)).remote()
 
     def _find_memories(self, child: RayChild) -> None:
         """That it may have of its machine's reaper. Without them it has its own. Raises OSError: it was told to end."""
@@ -247,7 +247,7 @@ class Actors:
             bounded("kill actors", lambda: [self.connection.ray.kill(reaper) for reaper in reapers])
 
 
-def _on(node: str) -> dict[str, Any]:
+def on_node(node: str) -> dict[str, Any]:
     """Options of a task or an actor that reserves nothing there."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -16,12 +16,12 @@ from typing import Any
 from planaria.config.options import ParallelConfig
 from planaria.env import RaySettings
 from planaria.executor.ray.actor import Whereabouts
-from planaria.executor.ray.actors import Actors
+from planaria.executor.ray.actors import Actors, on_node
 from planaria.executor.ray.bundles import BundlePool
 from planaria.executor.ray.child import Order, RayChild
 from planaria.executor.ray.cluster import Connection, connect
 from planaria.executor.ray.names import actor_name, spare_name
-from planaria.hosts.host import Child, News, Program, Slot
+from planaria.hosts.host import NOWHERE, Child, News, Program, Slot
 from planaria.topology import Cluster
 from planaria.topology.platforms import PLATFORMS
 
@@ -96,7 +96,9 @@ class RayHost:
 
     def spawn(self, slot: Slot, entry: Program, boot: bytes | None, news: News, *, rank: int = -1) -> RayChild:
         order = functools.partial(self._order, slot, self._name(rank))
-        child = self._children[slot] = self.actors.spawn(slot, entry.module, order, self.limit, news)
+        child = self.actors.spawn(slot, entry.module, order, self.limit, news)
+        if slot[1] != NOWHERE:
+            self._children[slot] = child
         if boot is not None:
             child.tell(boot)
         return child
@@ -113,6 +115,10 @@ class RayHost:
     def _order(self, slot: Slot, name: str) -> Order:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        platform = PLATFORMS[self.device]
+        shares = (0, self.parallel.layout.size) if platform.on_host or platform.keeps else None
+        if slot[1] == NOWHERE:
+            return Order(name, (slot[0],), on_node(slot[0]), shares=shares)
         bundle = self.bundles.hold(slot)
         strategy = PlacementGroupSchedulingStrategy(
             bundle.group.handle, placement_group_bundle_index=bundle.number, placement_group_capture_child_tasks=False
@@ -122,8 +128,6 @@ class RayHost:
             {"num_gpus": fraction} if resource == "GPU" else {"num_cpus": fraction} if resource == "CPU"
             else {"resources": {resource: fraction}}
         )  # fmt: skip
-        platform = PLATFORMS[self.device]
-        shares = (0, self.parallel.layout.size) if platform.on_host or platform.keeps else None
         options = {**wants, "scheduling_strategy": strategy}
         return Order(name, (slot[0],), options, shares=shares, keeps=platform.keeps)
 

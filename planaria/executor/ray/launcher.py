@@ -20,7 +20,7 @@ from planaria.executor.launcher.process import PoolLauncher
 from planaria.executor.patience import FIRST, Patience
 from planaria.executor.ray.cluster import HINT
 from planaria.executor.ray.host import RayHost
-from planaria.hosts.host import Child, Place, Program
+from planaria.hosts.host import Place, Program
 from planaria.hosts.local import LocalHost
 from planaria.hosts.pool import Pool
 from planaria.node import home
@@ -180,10 +180,6 @@ class RayLauncher(PoolLauncher):
     def room_for(self, layout: Layout) -> bool:
         """See Launcher. A cluster may have to grow first, or turn out to be too small: the change itself finds out."""
         return self.fallen_back and super().room_for(layout)
-
-    def beside(self, boots: Sequence[RankBoot]) -> Sequence[Child]:
-        """See Launcher. An actor more would need a place more."""
-        return super().beside(boots) if self.fallen_back else ()
 
     # -- ends
 

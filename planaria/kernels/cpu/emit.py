@@ -63,7 +63,7 @@ class Function:
         return self.text()
 
     def opaque(self, kind: str, value: str) -> str:
-        """A vector as it is, of which LLVM knows nothing: where it would compute it anew, or in another order. On x86."""
+        """A vector as it is, of which LLVM knows nothing, so that it isn't computed again, or later. On x86."""
         return self.op(f'call {kind} asm sideeffect "", "=v,0"({kind} {value})')
 
     # integers and addresses

@@ -358,10 +358,11 @@ def wide_in_registers(target: Target, kind: BlockKind, panels: int) -> str:
                         word = splat_word(f, f.at(at[0], 4 * step))
                         run = [form.add(f, one, own[step], word) for one, own in zip(run, codes, strict=True)]
                     whole = [form.whole(f, before, one) for before, one in zip(whole, run, strict=True)]
-                sums = [add_group(f, *each, own[number]) for *each, own in zip(sums, whole, factors, strict=True)]
-            for v, own in enumerate(factors):
-                place = f.at(at[1], 64 * v)
-                f.store(F32, scaled(f, f.load(F32, place, 64), sums[v], numbers, own[unpack.scales :]), place, 64)
+                own = [each[number] for each in factors]
+                sums = [add_group(f, *each) for each in zip(sums, whole, own, strict=True)]
+            for v, sum in enumerate(sums):
+                place, minima = f.at(at[1], 64 * v), factors[v][unpack.scales :]
+                f.store(F32, scaled(f, f.load(F32, place, 64), sum, numbers, minima), place, 64)
             return [f.at(at[0], "%ldx"), f.at(at[1], 64 * panels)]
 
         def tile(first: str, inner: list[str]) -> list[str]:
