@@ -18,9 +18,8 @@ from planaria.kernels.cpu.micro import (
     dispatcher,
     finish,
     prefetch,
-    rows_of,
 )
-from planaria.kernels.cpu.rounded import B32, INTRINSICS, form_of, half_of, host_has, joined, round_rows
+from planaria.kernels.cpu.rounded import B32, INTRINSICS, InPairs, form_of, half_of, host_has, joined, round_rows
 from planaria.kernels.cpu.target import Target
 
 
@@ -166,18 +165,23 @@ def scaled(f: Function, total: str, sum: str, numbers: str, minima: Sequence[str
 AHEAD = 32768  # bytes that are asked for before they are read: as many as are on their way, and more
 ENTRIES = ("pl_packed", "pl_wide", "pl_embed", "pl_round")
 PACKED, WIDE, EMBED, ROUND, ROUNDED_BYTES = range(5)  # their places in a kind's table; bytes of a block
-PACKED_ARGS = ("rows", "x", "ldx", "w", "scales", "blocks", "out", "ldo", "mode", "bias")
+PACKED_ARGS = ("rows", "x", "w", "scales", "blocks", "out", "ldo", "mode", "bias")
+
+
+def rows_at(f: Function, first: str, form: InPairs, rows: int) -> list[str]:
+    """A block of each of these rows."""
+    return [f.at(first, form.row_bytes * r) for r in range(rows)]
 
 
 def packed(target: Target, kind: BlockKind, rows: int) -> str:
-    """out[rows][16] of one panel: `w` is its codes, x rows that are rounded."""
+    """out[rows][16] of one panel: `w` is its codes, x rows that are rounded, block after block of all of them."""
     f = Function(f"pl_packed_{rows}", PACKED_ARGS)
-    unpack, form, w, xs = Unpack(target, kind), form_of(target, kind), f.ptr("%w"), rows_of(f, "%x", "%ldx", rows)
+    unpack, form, w, first_x = Unpack(target, kind), form_of(target, kind), f.ptr("%w"), f.ptr("%x")
 
     def body(i: str, acc: list[str]) -> list[str]:
         unpack.prefetch(f, w, i, AHEAD)  # codes and scales of the panels that follow
         own, shared = (f.ptr(p) for p in unpack.places(f, "%scales", "%blocks", i))
-        x_at = [f.at(x, f.mul(i, form.row_bytes)) for x in xs]
+        x_at = rows_at(f, f.at(first_x, f.mul(i, rows * form.row_bytes)), form, rows)
         factors = unpack.factors(f, own, shared)
         sums = [""] * rows
         steps = unpack.steps(f, f.at(w, f.mul(i, unpack.block_bytes)))
@@ -209,7 +213,7 @@ def part_rows(target: Target, kind: BlockKind) -> int:
     return tile_rows(target) if kind.group == BLOCK else 2
 
 
-PART_ARGS = ("x", "ldx", "codes", "acc")
+PART_ARGS = ("x", "codes", "acc")
 FACTOR_BYTES = 256  # of a panel: up to four vectors
 UNROLL = 2  # steps
 
@@ -222,7 +226,7 @@ def part(target: Target, kind: BlockKind, rows: int, panels: int) -> str:
     """
     f = Function(f"pl_part_{rows}_{panels}", PART_ARGS)
     unpack, form = Unpack(target, kind), form_of(target, kind)
-    codes, acc, xs = f.ptr("%codes"), f.ptr("%acc"), rows_of(f, "%x", "%ldx", rows)
+    codes, acc, xs = f.ptr("%codes"), f.ptr("%acc"), rows_at(f, f.ptr("%x"), form, rows)
     tile = [(r, v) for r in range(rows) for v in range(panels)]
 
     def step(code_at: str, x_at: list[str], sums: list[str], u: int) -> list[str]:
@@ -266,7 +270,7 @@ def part(target: Target, kind: BlockKind, rows: int, panels: int) -> str:
 
 
 WIDE_ARGS = (
-    "panels", "rows", "x", "ldx", "w", "scales", "blocks", "stride", "acc", "codes", "fetch", "each",
+    "panels", "rows", "x", "w", "scales", "blocks", "stride", "acc", "codes", "fetch", "each",
 )  # fmt: skip
 
 
@@ -281,13 +285,13 @@ def wide(target: Target, kind: BlockKind, panels: int) -> str:
     unpack, form, most = Unpack(target, kind), form_of(target, kind), tile_rows(target)
     w, codes, cap = f.ptr("%w"), f.ptr("%codes"), part_rows(target, kind)
     f.do(f"call void @llvm.memset.p0.i64(ptr {f.ptr('%acc')}, i8 0, i64 {f.mul('%rows', 64 * panels)}, i1 false)")
-    ahead = f.mul("%stride", panels)
+    ahead, block_bytes = f.mul("%stride", panels), f.mul("%rows", form.row_bytes)
 
     def tile_of(rows: int, first: str, x: str) -> None:
         for r in range(0, rows, cap):
             begin = f.add(first, r)
             passed = [
-                f.op(f"add i64 {x}, {f.mul('%ldx', begin)}"), "%ldx", "%codes",
+                f.op(f"add i64 {x}, {f.mul(begin, form.row_bytes)}"), "%codes",
                 f.op(f"add i64 %acc, {f.mul(begin, 64 * panels)}"),
             ]  # fmt: skip
             f.do(f"call void @pl_part_{min(cap, rows - r)}_{panels}({', '.join(f'i64 {a}' for a in passed)})")
@@ -306,7 +310,7 @@ def wide(target: Target, kind: BlockKind, panels: int) -> str:
                 f.store(F32, factor, f.at(to, 64 * k), 64)
 
         f.each(panels, 1, unpack_panel)
-        x = f.op(f"add i64 %x, {f.mul(i, form.row_bytes)}")
+        x = f.op(f"add i64 %x, {f.mul(i, block_bytes)}")
         rest = f.op(f"urem i64 %rows, {most}")
         whole = f.op(f"sub i64 %rows, {rest}")
 
@@ -338,7 +342,7 @@ def wide_in_registers(target: Target, kind: BlockKind, panels: int) -> str:
     f = Function(f"pl_wide_{panels}", WIDE_ARGS)
     unpack, form, most, w = Unpack(target, kind), form_of(target, kind), tile_rows(target), f.ptr("%w")
     f.do(f"call void @llvm.memset.p0.i64(ptr {f.ptr('%acc')}, i8 0, i64 {f.mul('%rows', 64 * panels)}, i1 false)")
-    ahead = f.mul("%stride", panels)
+    ahead, block_bytes = f.mul("%stride", panels), f.mul("%rows", form.row_bytes)
 
     def body(i: str, carried: list[str]) -> list[str]:
         places, codes, factors = [f.ptr(p) for p in unpack.places(f, "%scales", "%blocks", i)], [], []
@@ -363,7 +367,7 @@ def wide_in_registers(target: Target, kind: BlockKind, panels: int) -> str:
             for v, sum in enumerate(sums):
                 place, minima = f.at(at[1], 64 * v), factors[v][unpack.scales :]
                 f.store(F32, scaled(f, f.load(F32, place, 64), sum, numbers, minima), place, 64)
-            return [f.at(at[0], "%ldx"), f.at(at[1], 64 * panels)]
+            return [f.at(at[0], form.row_bytes), f.at(at[1], 64 * panels)]
 
         def tile(first: str, inner: list[str]) -> list[str]:
             line = f.load("ptr", f.ptr(inner[0]), 8)
@@ -375,7 +379,7 @@ def wide_in_registers(target: Target, kind: BlockKind, panels: int) -> str:
             following = f.add(inner[0], f.op(f"select i1 {whole}, i64 %each, i64 0"))
             return [following, *f.loop(first, end, 1, [("ptr", p) for p in inner[1:]], row)]
 
-        x = f.ptr(f.op(f"add i64 %x, {f.mul(i, form.row_bytes)}"))
+        x = f.ptr(f.op(f"add i64 %x, {f.mul(i, block_bytes)}"))
         begin = [("i64", carried[0]), ("ptr", x), ("ptr", f.ptr("%acc"))]
         return f.loop(0, "%rows", most, begin, tile)[:1]
 

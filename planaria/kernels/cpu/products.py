@@ -88,19 +88,14 @@ def own_rows(row: fields.LinearOp, mine: int) -> int:
     return mine + row.temp + 2 * layout.ROW_BLOCK * layout.FUSED_PANELS * 16 * TARGET.item
 
 
-def rounded_row(row: fields.LinearOp) -> int:
-    """Bytes from one rounded row to the next: an odd number of lines, so that rows don't meet in the same few places
-    of a cache."""
-    return (row.length * get(row.kernels, packed.ROUNDED_BYTES) + 63 >> 6 | 1) << 6
-
-
 def take_rows(row: fields.LinearOp, mine: int, first: int, last: int) -> None:
-    """To be called before the blocks of rows [first, last)."""
+    """To be called before the blocks of rows [first, last). Rounded, the first block of all of them comes first."""
     to, length = own_rows(row, mine), row.length
     for r in range(first, last):
         if row.kernels:
-            at = to + (r - first) * rounded_row(row)
-            invoke(get(row.kernels, packed.ROUND), row.x + r * row.ldx, length, at)
+            size = get(row.kernels, packed.ROUNDED_BYTES)
+            step = (last - first) * size
+            invoke(get(row.kernels, packed.ROUND), row.x + r * row.ldx, length, to + (r - first) * size, step)
         elif TARGET.widens:
             native.widen(row.x + r * row.ldx, to + (r - first) * length * 8, 2 * length)
 
@@ -115,7 +110,6 @@ def product(
     ldx = row.ldx
     x = row.x + first * ldx
     if kernels:
-        ldx = rounded_row(row)
         x = own_rows(row, mine)
     elif TARGET.widens:
         ldx = 8 * length
@@ -125,7 +119,7 @@ def product(
     while panel < end:
         w, bias = row.w + panel * stride, row.bias + panel * 64
         if kernels and n <= TARGET.inline_rows:
-            invoke(get(kernels, packed.PACKED), n, x, ldx, w, w + row.scales, length, out, ldo, mode, bias)
+            invoke(get(kernels, packed.PACKED), n, x, w, w + row.scales, length, out, ldo, mode, bias)
             panel += 1
             out += wide
             continue
@@ -133,7 +127,7 @@ def product(
         if kernels:
             each = foresee_list(c, row, mine, 0 if n > layout.WHOLE_ROWS else n // TARGET.tile_rows * length)
             invoke(
-                get(kernels, packed.WIDE), panels, n, x, ldx, w, w + row.scales, length, stride, mine + layout.ACC,
+                get(kernels, packed.WIDE), panels, n, x, w, w + row.scales, length, stride, mine + layout.ACC,
                 mine + layout.CODES, mine + layout.FETCH, each,
             )  # fmt: skip
             native.settle(panels, n, mine + layout.ACC, out, ldo, mode, bias)

@@ -215,7 +215,7 @@ class Recorder:
         fused = 2 * layout.ROW_BLOCK * layout.FUSED_PANELS * 16 * self.target.item
         table, line = self.kernels(w.kind), w.length * (8 if self.target.widens else 0)
         if table is not None:
-            line = w.length * int(table[packed.ROUNDED_BYTES]) + 128  # products.rounded_row, at most
+            line = w.length * int(table[packed.ROUNDED_BYTES])
         return self.tile_bytes(w) + fused + layout.ROW_BLOCK * line
 
     def tile_bytes(self, w: Packed) -> int:

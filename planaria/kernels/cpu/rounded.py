@@ -183,12 +183,13 @@ def joined(f: Function, item: str, halves: list[str], lanes: int) -> str:
 
 
 def round_rows(target: Target, kind: BlockKind) -> str:
-    """A row of so many blocks, rounded. What isn't finite makes its block's scale no number."""
-    f, form = Function("pl_round", ("x", "blocks", "out")), form_of(target, kind)
+    """A row of so many blocks, rounded, each `step` bytes after the last. What isn't finite makes its block's scale no
+    number."""
+    f, form = Function("pl_round", ("x", "blocks", "out", "step")), form_of(target, kind)
     act, x, out = Elements(f, target), f.ptr("%x"), f.ptr("%out")
 
     def body(i: str) -> None:
-        at, to = f.at(x, f.mul(i, 32 * target.item)), f.at(out, f.mul(i, form.row_bytes))
+        at, to = f.at(x, f.mul(i, 32 * target.item)), f.at(out, f.mul(i, "%step"))
         halves = [act.load(f.at(at, 16 * target.item * h)) for h in range(2)]
         # as integers, whose order is that of floats: their maximum is a tree, that of floats a chain for NaNs' sake
         bits = [f.op(f"and {I32} {f.op(f'bitcast {F32} {v} to {I32}')}, {f.const_i32(0x7FFFFFFF)}") for v in halves]
