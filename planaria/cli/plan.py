@@ -8,7 +8,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import typer
@@ -19,15 +19,20 @@ from planaria.config.experts import expert_map
 from planaria.config.machine import Machine, accelerator_ids, look, served, usable_cores, usable_platform
 from planaria.config.options import EngineOptions, ParallelConfig
 from planaria.config.parallel import resolve_parallel
-from planaria.config.sizes import parse_bytes, parse_tokens
+from planaria.config.sizes import parse_bytes
 from planaria.errors import CapacityError, ConfigError, PlanariaError, UserError
+from planaria.models import model_config
 from planaria.models.config import ModelConfig
-from planaria.models.deal import deal
+from planaria.models.deal import deal, deal_tensor
 from planaria.models.memory import RankMemory, mib, rank_memory
 from planaria.topology import Cluster, Device, DoesNotFit, Infeasible, Layout, Node, Packing, pack, place
 from planaria.topology.layout import Coords
 from planaria.topology.platforms import CPU, CUDA, PLATFORMS
 from planaria.topology.table import CameUp, TableRow, differences, lines, remarks, rows, said
+
+if TYPE_CHECKING:
+    from planaria.checkpoint import Checkpoint
+    from planaria.checkpoint.resolve import Hub
 
 PACKED = {"q8_0": 34 / 32, "q4_1": 20 / 32}  # bytes of a weight
 ANY = 1 << 30  # of what this machine has: the placement counts, with better words
@@ -35,6 +40,29 @@ ANY = 1 << 30  # of what this machine has: the placement counts, with better wor
 
 class RankTooLarge(CapacityError):
     """A rank needs more memory than its device has."""
+
+
+class DraftDemand(msgspec.Struct, frozen=True):
+    """A model that drafts, on the last stage: on its first rank, whole, or dealt to all tensor ranks. parameter: bytes
+    of a weight."""
+
+    name: str
+    model: ModelConfig
+    parameter: float
+    dealt: bool
+
+    def at(self, coords: Coords, layout: Layout, **quantities: Any) -> RankMemory:
+        """Of that rank. quantities: keywords of `rank_memory`, of the model that is served."""
+        if coords.pp < layout.pp - 1 or coords.pcp or (coords.tp and not self.dealt):
+            return RankMemory(0, 0, 0)
+        shard = deal_tensor(self.model, layout.tp if self.dealt else 1)[coords.tp]
+        own = rank_memory(self.model, shard, **{**quantities, "parameter": self.parameter})
+        return own if quantities["kv"] is None else own._replace(kv=0)  # all KV is in what was asked for
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}, which drafts, is counted on {'each' if self.dealt else 'the first'} rank of the last stage"
+        )
 
 
 class Demand(msgspec.Struct, frozen=True):
@@ -45,6 +73,7 @@ class Demand(msgspec.Struct, frozen=True):
     parallel: ParallelConfig
     quantities: dict[str, Any]
     sharers: int = 1
+    draft: DraftDemand | None = None
 
     def needs(self, layout: Layout) -> Callable[[Coords], RankMemory]:
         """Raises ConfigError for a layout that the model can't be dealt to."""
@@ -61,7 +90,14 @@ class Demand(msgspec.Struct, frozen=True):
             ]
             for group in range(parallel.lanes * layout.pcp)
         ]
-        return lambda at: groups[at.dp % parallel.lanes * layout.pcp + at.pcp][at.pp * layout.tp + at.tp]
+
+        def need(at: Coords) -> RankMemory:
+            found = groups[at.dp % parallel.lanes * layout.pcp + at.pcp][at.pp * layout.tp + at.tp]
+            if self.draft is None:
+                return found
+            return RankMemory(*map(sum, zip(found, self.draft.at(at, layout, **self.quantities), strict=True)))
+
+        return need
 
 
 class PlanCase(msgspec.Struct, frozen=True):
@@ -104,7 +140,8 @@ class PlanCase(msgspec.Struct, frozen=True):
         most = max((needs(layout.coords(rank)) for rank in range(layout.size)), key=lambda need: need.total)
         unknown = "" if any(self.memory().values()) else "; what the devices have isn't known"
         shared = f"; {self.demand.sharers} engines share weights" if self.demand.sharers > 1 else ""
-        return (f"memory: a rank needs {up_to}{most}{shared}{unknown}", *self.notes)
+        drafts = f"; {self.demand.draft}" if self.demand.draft is not None else ""
+        return (f"memory: a rank needs {up_to}{most}{shared}{drafts}{unknown}", *self.notes)
 
     def memory(self) -> dict[tuple[str, int], int]:
         """Bytes of each device, by node and number; 0: unknown."""
@@ -141,7 +178,10 @@ def run(model: str | None, engine: dict[str, Any], cluster: Path | None, as_json
 
 
 def _run(model: str | None, engine: dict[str, Any], cluster_file: Path | None, as_json: bool) -> None:
+    from planaria.config.resolve import check_sizes
+
     options = engine_options(model or "", engine)
+    check_sizes(options)
     question = _from_file(options, cluster_file) if cluster_file is not None else _from_here(options)
     if model is not None:
         question = _of_model(options, question)
@@ -285,29 +325,77 @@ def _of_model(options: EngineOptions, question: PlanCase) -> PlanCase:
     from planaria.checkpoint.foreign import model_of
     from planaria.checkpoint.resolve import Hub, shape_of
     from planaria.config.experts import expert_shapes, resolve_experts
-    from planaria.config.resolve import LOGIT_ROWS, device_config, step_tokens
-    from planaria.loader.forms import forms
+    from planaria.config.resolve import LOGIT_ROWS, device_config, longest_text, step_tokens
 
     parallel, kind = question.parallel, question.device
-    checkpoint = shape_of(options.model, Hub(options.revision, options.download_dir))
+    hub = Hub(options.revision, options.download_dir)
+    checkpoint = shape_of(options.model, hub)
     model = model_of(checkpoint, options.model_impl)
     device = device_config(options, kind, model.dtype, packed=checkpoint.packed, ranks=1)
     element = 4 if device.dtype == "float32" else 2
-    kept = float(element)
-    if device.quantization == "keep" and checkpoint.tensors:
-        kept = sum(each.bytes for each in forms(checkpoint, "keep", element)) / model.num_parameters
+    kept = _parameter(checkpoint, model, device.quantization == "keep", element)
     backend = parallel.distributed_executor_backend
     shared = device.kernels == "native" and backend in ("uni", "mp") and not parallel.over_nodes  # see hosts/weights.py
     demand = Demand(model, parallel, {
         "parameter": PACKED.get(device.quantization, kept), "element": element,
         "kv": None if options.kv_cache_memory is None else parse_bytes(options.kv_cache_memory, "--kv-cache-memory"),
-        "max_model_len": parse_tokens(options.max_model_len, "--max-model-len") or model.max_position,
+        "max_model_len": longest_text(options, model, model.max_position),
         "step_tokens": step_tokens(options, kind),
         "logit_rows": options.max_num_seqs + LOGIT_ROWS,
-    }, len(parallel.replicas) if shared else 1)  # fmt: skip
+    }, len(parallel.replicas) if shared else 1, _draft(options, model, parallel, device.dtype, hub))  # fmt: skip
     demand.needs(question.layout)  # what can't be dealt is refused first, as by `serve`
     notes = _warnings(resolve_experts(parallel, options, options.device, expert_shapes(model, device.dtype), None)[1])
-    return msgspec.structs.replace(question, demand=demand, notes=question.notes + notes)
+    return msgspec.structs.replace(
+        question, demand=demand, notes=(*question.notes, *notes, *_uncounted(options, parallel))
+    )
+
+
+def _parameter(checkpoint: Checkpoint, model: ModelConfig, packed: bool, element: int) -> float:
+    """Bytes of a weight as it is kept."""
+    from planaria.loader.forms import forms
+
+    if not (packed and checkpoint.tensors):
+        return float(element)
+    return sum(each.bytes for each in forms(checkpoint, "keep", element)) / model.num_parameters
+
+
+def _draft(
+    options: EngineOptions, served: ModelConfig, parallel: ParallelConfig, dtype: str, hub: Hub
+) -> DraftDemand | None:  # fmt: skip
+    """Raises ConfigError, ModelError."""
+    from planaria.checkpoint.resolve import shape_of
+    from planaria.config.speculative import check_drafting, check_sharing, speculative_config
+
+    config = speculative_config(options.speculative_config)
+    if config is None:
+        return None
+    check_sharing(config, parallel)
+    if config.method != "draft_model":
+        return None
+    checkpoint = shape_of(config.model, hub._replace(revision=None))
+    model = model_config(checkpoint.config, checkpoint.generation_config)
+    check_drafting(config, model, served, parallel)
+    packed = checkpoint.packed and dtype == "bfloat16"
+    parameter = _parameter(checkpoint, model, packed, 4 if dtype == "float32" else 2)
+    return DraftDemand(config.model, model, parameter, config.draft_tensor_parallel_size > 1)
+
+
+def _uncounted(options: EngineOptions, parallel: ParallelConfig) -> list[str]:
+    """What takes memory and is not counted here, by option. Raises ConfigError."""
+    from planaria.config.speculative import speculative_config
+    from planaria.config.transfer import CONNECTORS, FLAG, kv_transfer
+
+    found, speculative = [], speculative_config(options.speculative_config)
+    if speculative is not None and speculative.method == "eagle":
+        found.append(f"not counted: {speculative.model}, the head that drafts (--speculative-config)")
+    if options.kv_transfer_config is not None:
+        config = kv_transfer(options.kv_transfer_config, parallel)
+        if config.kv_connector in CONNECTORS[:2] and config.kv_role != "kv_consumer":  # copies in memory
+            held = mib(config.kv_buffer_size)
+            found.append(f"not counted: up to {held} of each rank with blocks for other servers ({FLAG})")
+    if options.kv_offloading_size:
+        found.append(f"not counted: {options.kv_offloading_size:g} GiB of the node (--kv-offloading-size)")
+    return found
 
 
 # -- beside `serve`

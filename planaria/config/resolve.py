@@ -262,8 +262,8 @@ def of_foreign(options: EngineOptions, model: ModelConfig, parallel: ParallelCon
     return msgspec.structs.replace(options, kernels="torch")
 
 
-def resolve(options: EngineOptions) -> EngineConfig:
-    """Raises ConfigError for a refused option, ModelError for a model that can't be served."""
+def check_sizes(options: EngineOptions) -> None:
+    """What is wrong whatever the model is. Raises ConfigError."""
     check(options)
     if options.block_size < 16 or options.block_size % 16 or options.block_size > 256:
         raise ConfigError("--block-size", options.block_size, "must be a multiple of 16 up to 256")
@@ -274,6 +274,20 @@ def resolve(options: EngineOptions) -> EngineConfig:
             f"must be at least --max-num-seqs ({options.max_num_seqs}): each running request may add a token to a step",
             "raise it, or lower --max-num-seqs",
         )  # fmt: skip
+
+
+def longest_text(options: EngineOptions, model: ModelConfig, longest: int) -> int:
+    """Tokens of a request. longest: where that isn't said. Raises ConfigError."""
+    asked = parse_tokens(options.max_model_len, "--max-model-len") or longest
+    if asked > model.max_position:
+        rule = f"the model's positions end at {model.max_position}"
+        raise ConfigError("--max-model-len", asked, rule, f"use at most {model.max_position}")
+    return asked
+
+
+def resolve(options: EngineOptions) -> EngineConfig:
+    """Raises ConfigError for a refused option, ModelError for a model that can't be served."""
+    check_sizes(options)
     speculative = speculative_config(options.speculative_config)
     device_name = _device_name(options.device, options.data_parallel_size_local != 0)
     options = of_two_kinds(options, device_name)
@@ -317,12 +331,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
     longest = (
         model.max_position if model.has_logits else min(model.max_position, checkpoint.sentence.get("max_length", MOST))
     )
-    max_model_len = parse_tokens(options.max_model_len, "--max-model-len") or longest
-    if max_model_len > model.max_position:
-        raise ConfigError(
-            "--max-model-len", max_model_len, f"the model's positions end at {model.max_position}",
-            f"use at most {model.max_position}",
-        )  # fmt: skip
+    max_model_len = longest_text(options, model, longest)
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     experts = expert_map(model, parallel, parallel.expert_parallel_size)
     deal(model, tp, pp, parallel.pp_layer_partition, experts, slices=parallel.slices(parallel.layout))

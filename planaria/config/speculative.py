@@ -78,7 +78,7 @@ def draft_source(
         model = head_config(checkpoint)
     else:
         model = model_config(checkpoint.config, checkpoint.generation_config)
-    _check_drafting(config, model, served, parallel)
+    check_drafting(config, model, served, parallel)
     packed = checkpoint.packed and dtype == "bfloat16"
     return DraftSource(
         model=model, checkpoint=msgspec.to_builtins(checkpoint), quantization="keep" if packed else "none"
@@ -102,9 +102,10 @@ def check_sharing(config: SpeculativeConfig, parallel: ParallelConfig) -> None:
         raise ConfigError(f"{FLAG} draft_tensor_parallel_size", ranks, rule, "leave it out: 1")
 
 
-def _check_drafting(
+def check_drafting(
     config: SpeculativeConfig, model: ModelConfig, served: ModelConfig, parallel: ParallelConfig
 ) -> None:
+    """Raises ConfigError for a model that can't draft for the one that is served."""
     sizes = {"tokens": (model.vocab_size, served.vocab_size)}
     if config.method == "eagle":
         sizes["columns in a hidden state"] = model.hidden_size, served.hidden_size

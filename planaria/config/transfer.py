@@ -67,11 +67,8 @@ class KVTransferConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     enable_permute_local_kv: bool = False
 
 
-def transfer_config(options: EngineOptions, parallel: ParallelConfig) -> TransferConfig | None:
-    """Raises ConfigError for a field that is unknown, of another type, or can't be followed."""
-    given = options.kv_transfer_config
-    if given is None:
-        return _between_nodes(parallel) if parallel.splits_prefill else None
+def kv_transfer(given: str | dict[str, Any], parallel: ParallelConfig) -> KVTransferConfig:
+    """What is said of all servers alike. Raises ConfigError."""
     config: KVTransferConfig = json_option(FLAG, given, KVTransferConfig, EXAMPLE)
     name = config.kv_connector
     if name not in CONNECTORS:
@@ -82,6 +79,16 @@ def transfer_config(options: EngineOptions, parallel: ParallelConfig) -> Transfe
     if unknown := [key for key in extra if key not in EXTRA[name]]:
         known = ", ".join(EXTRA[name])
         raise ConfigError(f"{FLAG} kv_connector_extra_config", unknown[0], f"is unknown to {name}", f"it has {known}")
+    return config
+
+
+def transfer_config(options: EngineOptions, parallel: ParallelConfig) -> TransferConfig | None:
+    """Raises ConfigError for a field that is unknown, of another type, or can't be followed."""
+    given = options.kv_transfer_config
+    if given is None:
+        return _between_nodes(parallel) if parallel.splits_prefill else None
+    config = kv_transfer(given, parallel)
+    name, extra = config.kv_connector, config.kv_connector_extra_config
     role, made = config.kv_role, config.engine_id or uuid4().hex
     serves, asks = role != "kv_consumer", role != "kv_producer"
     if name == "directory":

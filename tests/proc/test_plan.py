@@ -232,6 +232,48 @@ def test_a_models_rules(plan: Any) -> None:
     assert plan("smollm2", "-pp", "2", "--pp-layer-partition", "10,20").code == 0
 
 
+@pytest.mark.parametrize(("args", "rule"), [
+    (("--block-size", "17"), "must be a multiple of 16 up to 256"),
+    (("--max-model-len", "100000"), "the model's positions end at 8192"),
+    (("--max-num-batched-tokens", "3"), "must be at least --max-num-seqs"),
+    (("--speculative-config", '{"modl": "smollm2"}'), "unknown field `modl`"),
+    (("-tp", "3", "--speculative-config", '{"model": "smollm2", "draft_tensor_parallel_size": 2}'), "must be 1, or"),
+    (("--kv-transfer-config", '{"kv_connector": "tpc"}'), "kv_connector tpc: is unknown"),
+])  # fmt: skip
+def test_what_serve_refuses_is_refused(plan: Any, args: tuple[str, ...], rule: str) -> None:
+    ran = plan("smollm2", *args)
+    assert (ran.code, ran.out) == (2, "") and rule in ran.err
+
+
+def test_a_model_that_drafts_is_counted_where_it_is(plan: Any) -> None:
+    """Whole on one rank, or dealt to the tensor ranks of the last stage; KV that was asked for is for both."""
+
+    def needs(*args: str) -> dict[tuple[int, int], dict[str, int]]:
+        ran = plan("smollm2", "-tp", "3", "-pp", "2", "--json", *args)
+        return {(rank["pp"], rank["tp"]): rank["needs"] for rank in ran.json["ranks"]}
+
+    alone, (whole,) = needs(), [rank["needs"] for rank in plan("smollm2", "--json").json["ranks"]]
+    shares = [rank["needs"] for rank in plan("smollm2", "-tp", "3", "--json").json["ranks"]]
+    one = needs("--speculative-config", '{"model": "smollm2"}')
+    for at, found in one.items():
+        assert found == {part: alone[at][part] + (whole[part] if at == (1, 0) else 0) for part in found}, at
+    dealt = needs("--speculative-config", '{"model": "smollm2", "draft_tensor_parallel_size": 3}')
+    for (pp, tp), found in dealt.items():
+        assert found == {part: alone[pp, tp][part] + (shares[tp][part] if pp else 0) for part in found}
+    given = needs("--kv-cache-memory", "1GiB", "--speculative-config", '{"model": "smollm2"}')
+    assert {each["kv"] for each in given.values()} == {1 << 30}
+    assert "smollm2, which drafts, is counted" in plan("smollm2", "--speculative-config", '{"model": "smollm2"}').out
+
+
+def test_what_is_not_counted_is_said_by_name(plan: Any) -> None:
+    ran = plan("smollm2", "--kv-transfer-config", '{"kv_connector": "tcp", "kv_role": "kv_producer"}')
+    assert ran.code == 0 and "not counted: up to 954 MiB of each rank" in ran.out
+    head = plan(
+        "smollm2", "--speculative-config", '{"method": "eagle", "model": "/a/head"}', "--kv-offloading-size", "2"
+    )
+    assert "not counted: /a/head, the head that drafts" in head.out and "not counted: 2 GiB" in head.out
+
+
 @pytest.fixture
 def experts(tmp_path: Path) -> str:
     """A model of eight experts, as far as `plan` reads it."""
