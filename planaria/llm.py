@@ -49,7 +49,7 @@ from planaria.server.inputs import child_seed, grammar_check, submissions
 from planaria.server.loras import LoraRegistry
 from planaria.server.records import version_runs
 from planaria.server.stream import Choices, Piece, Stream
-from planaria.server.tokenise import Tokenizer, load_tokenizer
+from planaria.server.tokenise import Tokenizer, check_variables, load_tokenizer
 from planaria.server.tools import (
     CalledTool,
     Parsers,
@@ -190,7 +190,7 @@ class RequestOutput:
             output.content, output.reasoning, output.tool_calls = told.content, told.reasoning or None, told.calls
 
 
-def make_options(model: str, options: dict[str, Any]) -> EngineOptions:
+def make_options(model: Folder, options: dict[str, Any]) -> EngineOptions:
     """EngineOptions from keyword arguments; raises ConfigError for a name or type that is wrong."""
     known = EngineOptions.__struct_fields__
     options, line = ours(options)
@@ -205,7 +205,9 @@ def make_options(model: str, options: dict[str, Any]) -> EngineOptions:
     if group is not None and hasattr(group, "bundle_specs"):  # Ray's own object
         options = {**options, "placement_group": group.id.hex()}
     try:
-        return msgspec.convert({"model": model, **options}, EngineOptions)
+        return msgspec.convert(
+            {"model": os.fspath(model) if isinstance(model, os.PathLike) else model, **options}, EngineOptions
+        )
     except msgspec.ValidationError as e:
         raise ConfigError("options", options, str(e)) from None
 
@@ -214,7 +216,7 @@ class _Front:
     """What both kinds share: configuration, tokenizer, an engine that isn't started, turning prompts into streams."""
 
     def __init__(
-        self, model: str, options: dict[str, Any], on_progress: OnProgress | None, deliver: Callable[[Delta], None]
+        self, model: Folder, options: dict[str, Any], on_progress: OnProgress | None, deliver: Callable[[Delta], None]
     ) -> None:
         self.options = make_options(model, options)
         self.config: EngineConfig = resolve(self.options)
@@ -480,7 +482,7 @@ class LLM(_Front):
     ends between two of them is replaced by the next, and calls of several threads take turns.
     """
 
-    def __init__(self, model: str, *, on_progress: OnProgress | None = None, **options: Any) -> None:
+    def __init__(self, model: Folder, *, on_progress: OnProgress | None = None, **options: Any) -> None:
         super().__init__(model, options, on_progress, self._deliver)
         self._sinks: dict[str, Choices] = {}
         self._pieces: list[Piece] = []
@@ -524,8 +526,9 @@ class LLM(_Front):
         adapters = self._adapters(lora_request, len(batch))
         each = _each(self.get_default_sampling_params() if sampling_params is None else sampling_params, len(batch))
         ranks = list(priority) if priority is not None else [0] * len(batch)
-        if len(ranks) != len(batch):
-            raise RequestError(f"{len(batch)} prompts but {len(ranks)} priorities", param="priority")
+        if len(ranks) != len(batch) or not all(isinstance(rank, int) for rank in ranks):
+            raise RequestError(f"priority takes a number for each of {len(batch)} prompts, got {ranks!r:.60}",
+                               param="priority")  # fmt: skip
         asked = [
             PromptAsked(self._encode(p), s, r, salt_of(p)) for p, s, r in zip(batch, each, ranks, strict=True)
         ]  # fmt: skip
@@ -611,6 +614,7 @@ class LLM(_Front):
         many = isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
         conversations: list[Any] = messages if many else [messages]
         declared = check_tools(tools, tool_choice, parallel_tool_calls)
+        check_variables(chat_template_kwargs or {})
         texts = [
             self.chat_prompt(
                 conversation, chat_template=chat_template, add_generation_prompt=add_generation_prompt,
@@ -715,6 +719,8 @@ class LLM(_Front):
         """What the model gives for each prompt, embedding or probabilities, as an array. pooling_task: embed or
         classify; default: whichever it does. Raises as `embed`."""
         wish = pooled.wish_of(pooling_params, truncate_prompt_tokens)
+        if pooling_task not in (None, "embed", "classify"):
+            raise RequestError(f"pooling_task must be embed or classify, got {pooling_task!r}", param="pooling_task")
         found = pooled.run(self, pooling_task or "pool", _listed(prompts), wish, use_tqdm, lora_request)
         return [pooled.encoded(stream, self.config.pooling, wish) for stream in found]
 
@@ -775,7 +781,12 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def _each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     """One for each of `count` prompts. Raises RequestError."""
-    each = [params] * count if isinstance(params, SamplingParams) else list(params)
+    given = [params] * count if isinstance(params, SamplingParams) else params
+    each = list(given) if isinstance(given, Iterable) else [given]
+    for one in each:
+        if not isinstance(one, SamplingParams):
+            what = "takes SamplingParams, or one for each prompt"
+            raise RequestError(f"sampling_params {what}, got {params!r:.60}", param="sampling_params")
     if len(each) != count:
         raise RequestError(f"{count} prompts but {len(each)} sampling parameters", param="sampling_params")
     return each
@@ -810,7 +821,7 @@ class AsyncLLM(_Front):
     ...     print(piece.text, end="")
     """
 
-    def __init__(self, model: str, *, on_progress: OnProgress | None = None, **options: Any) -> None:
+    def __init__(self, model: Folder, *, on_progress: OnProgress | None = None, **options: Any) -> None:
         super().__init__(model, options, on_progress, lambda delta: engine.deliver(delta))
         refuse_outer_launcher(self.config.parallel, "AsyncLLM")
         self._engine = engine = EngineThread(self._loop, self._changes)

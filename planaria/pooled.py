@@ -14,7 +14,7 @@ from planaria.prompts import LoRARequest, Prompt, content_of, salt_of
 from planaria.server import vectors
 from planaria.server.stream import Choices, Stream
 from planaria.server.tokenise import Tokenizer
-from planaria.types import PoolingParams
+from planaria.types import PoolingParams, check_types
 from planaria.wire import EngineFacts, Submit
 
 T = TypeVar("T")
@@ -89,10 +89,11 @@ ScoringRequestOutput = PoolingRequestOutput[ScoringOutput]
 
 
 def wish_of(params: PoolingParams | None, truncate_prompt_tokens: int | None) -> PoolingParams:
-    """As it was asked for."""
-    wish = params or PoolingParams()
+    """As it was asked for. Raises RequestError."""
+    wish = msgspec.structs.replace(params or PoolingParams())
     if truncate_prompt_tokens is not None:
-        wish = msgspec.structs.replace(wish, truncate_prompt_tokens=truncate_prompt_tokens)
+        wish.truncate_prompt_tokens = truncate_prompt_tokens
+    check_types(wish)
     return wish
 
 

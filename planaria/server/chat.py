@@ -33,7 +33,7 @@ from planaria.server.messages import check_messages
 from planaria.server.schema import MAX_FIELDS, ChatCompletionRequest, TokenizeRequest
 from planaria.server.service import Service
 from planaria.server.stream import Choices, Piece
-from planaria.server.tokenise import LONG_TEXT, Tokenizer
+from planaria.server.tokenise import LONG_TEXT, Tokenizer, check_variables
 from planaria.server.tools import (
     Tools,
     call_form,
@@ -50,11 +50,6 @@ from planaria.types import SamplingParams, TokenLogprobs
 from planaria.wire import EngineFacts
 
 NAMED = 64  # tools among which the one is looked for whose schema is wrong
-
-# Names of apply_chat_template's own arguments, and those that would bring in code or fields refused elsewhere.
-_RESERVED = frozenset({
-    "self", "messages", "add_generation_prompt", "tools", "documents", "chat_template", "continue_final_message",
-})  # fmt: skip
 
 
 async def create_chat_completion(request: Request) -> Response:
@@ -190,11 +185,7 @@ async def chat_prompt(
             f"chat_template_kwargs has {len(kwargs)} entries; at most {MAX_FIELDS}",
             param="chat_template_kwargs", code="invalid_value",
         )  # fmt: skip
-    reserved = sorted(_RESERVED.intersection(kwargs))
-    if reserved:
-        raise RequestError(
-            f"chat_template_kwargs can't set {reserved[0]!r}", param="chat_template_kwargs", code="invalid_value"
-        )
+    check_variables(kwargs)
 
     def render() -> list[int]:
         begins = body.add_generation_prompt is not False

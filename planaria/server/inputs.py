@@ -197,6 +197,11 @@ def submissions(
     check_prompt(prompt, facts, param)
     if tokenizer is None and params.stop:
         raise _needs_tokenizer("stop")
+    if params.stop and not params.detokenize:
+        raise RequestError(
+            "stop strings are looked for in the text, of which detokenize=False makes none; use stop_token_ids",
+            param="stop", code="invalid_value",
+        )  # fmt: skip
     params = spell_bad_words(params, tokenizer)
     max_tokens = resolve_max_tokens(prompt, params, facts, param)
     base = params.seed if params.seed is not None else seed if seed is not None else draw_seed()

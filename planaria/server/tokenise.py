@@ -209,6 +209,20 @@ class Tokenizer:
         return _up_to(text, checked[-1]["content"]) if continue_final_message else text
 
 
+# Names of apply_chat_template's own arguments, and those that would bring in code or fields refused elsewhere.
+_RESERVED = frozenset({
+    "self", "messages", "add_generation_prompt", "tools", "documents", "chat_template", "continue_final_message",
+})  # fmt: skip
+
+
+def check_variables(given: Mapping[str, Any]) -> None:
+    """Raises RequestError for `chat_template_kwargs` that are no variables of a template."""
+    if reserved := sorted(_RESERVED.intersection(given)):
+        raise RequestError(
+            f"chat_template_kwargs can't set {reserved[0]!r}", param="chat_template_kwargs", code="invalid_value"
+        )
+
+
 def _up_to(text: str, content: str) -> str:
     """A rendered conversation to the end of its last message's content, of which templates may cut spaces."""
     for said in (content, content.rstrip(), content.strip()):

@@ -20,6 +20,8 @@ import pytest
 from planaria import LLM, AsyncLLM, SamplingParams
 from planaria.errors import CapacityError, ConfigError, EngineDead, ModelError, RequestError, UserError
 from planaria.executor.loop import EngineLoop
+from planaria.llm import make_options
+from planaria.server.inputs import submissions
 from tests.model import checkpoints
 
 OPTIONS = {"max_model_len": 128, "kv_cache_memory": "8MiB", "skip_tokenizer_init": True, "threads": 1}
@@ -370,6 +372,31 @@ def test_wrong_prompts_are_refused_before_anything_runs(llm: LLM, prompts: objec
     with pytest.raises(RequestError):
         llm.generate([IDS, *prompts] if isinstance(prompts, list) else prompts)  # type: ignore[arg-type]
     assert llm._loop.core is not None and not llm._loop.core.has_requests()
+
+
+@pytest.mark.parametrize(("ask", "rule"), [
+    (lambda llm: llm.generate([IDS], {"max_tokens": 2}), "sampling_params takes SamplingParams"),
+    (lambda llm: llm.generate([IDS], 3), "sampling_params takes SamplingParams"),
+    (lambda llm: llm.generate([IDS], []), "1 prompts but 0 sampling parameters"),
+    (lambda llm: llm.generate([IDS], priority=["high"]), "priority takes a number for each"),
+    (lambda llm: llm.generate([IDS], priority=[1, 2]), "priority takes a number for each"),
+    (lambda llm: llm.chat([], chat_template_kwargs={"tools": []}), "chat_template_kwargs can't set 'tools'"),
+    (lambda llm: llm.embed([IDS], truncate_prompt_tokens="3"), "truncate_prompt_tokens: Expected `int"),
+    (lambda llm: llm.encode([IDS], pooling_task="token_embed"), "must be embed or classify, got 'token_embed'"),
+])  # fmt: skip
+def test_arguments_of_another_kind_are_refused_by_name(llm: LLM, ask: Callable[[LLM], object], rule: str) -> None:
+    with pytest.raises(RequestError, match=rule):
+        ask(llm)
+
+
+def test_stop_strings_need_a_text(llm: LLM) -> None:
+    params = SamplingParams(stop=["a"], detokenize=False)
+    with pytest.raises(RequestError, match="detokenize=False makes none"):
+        submissions("r", IDS, params, llm.facts, eos_ids=(), tokenizer=object())  # type: ignore[arg-type]
+
+
+def test_a_model_may_be_a_path(folder: str) -> None:
+    assert make_options(Path(folder), {}).model == folder
 
 
 def test_one_stop_string_is_one() -> None:
