@@ -26,6 +26,7 @@ from planaria.server.background import Background
 from planaria.server.config import ServerConfig
 from planaria.server.connections import HttpConnection, Listener, connection_bound
 from planaria.server.dispatcher import Dispatcher
+from planaria.server.schema import build_likely
 from planaria.server.service import Service
 from planaria.server.tokenise import Tokenizer
 
@@ -301,6 +302,7 @@ async def run(
         with heard(life.on_signal) if signals else contextlib.nullcontext():
             running = waiting.start(server.serve(sockets=[sock]))
             waiting.start(life.until_ready(started, announce, begun))
+            waiting.start(asyncio.to_thread(build_likely))  # while engines load this process has time
             if stop is not None:
                 waiting.start(life.obey(stop))
             await running

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import pytest
 from planaria.errors import ConfigError, EngineDead
 from planaria.server import generation, serve
 from planaria.server.config import ServerConfig
+from planaria.server.schema import ChatCompletionRequest, CompletionRequest, build_likely
 from planaria.server.serve import bind, url_of
 from planaria.wire import EngineStats
 from tests.api.conftest import running
@@ -55,6 +57,16 @@ async def test_not_ready_until_the_engine_is(tokenizer):
         health = (await http.get("/health")).json()
         assert (health["live"], health["ready"], health["progressing"], health["why"]) == (True, True, True, "ok")
         assert (await http.get("/v1/models")).status_code == 200
+
+
+async def test_what_checks_requests_is_made_while_the_engine_loads(tokenizer, monkeypatch):
+    """The first request made it, on the event loop."""
+    made = threading.Event()
+    monkeypatch.setattr(serve, "build_likely", lambda: (build_likely(), made.set()))
+    async with running(FakeEngine(tokenizer, is_ready=False), tokenizer) as server:
+        assert await asyncio.to_thread(made.wait, 60)
+        assert not server.line.done()
+    assert ChatCompletionRequest.__pydantic_complete__ and CompletionRequest.__pydantic_complete__
 
 
 async def test_an_engine_that_cant_start(tokenizer):

@@ -95,7 +95,7 @@ class Server:
     def wait_up(self, limit: float) -> str:
         """ "" when it can be used, or what it said instead. Raises queue.Empty."""
         while (line := self.out.get(timeout=limit)) is not None:
-            if match := re.search(r"serving \S+ at (http\S+)", line):
+            if match := re.search(r"serving .+ at (http\S+)", line):
                 self.url = match[1]
                 return ""
         code = self.ended()
