@@ -21,7 +21,7 @@ from typing import Any
 from planaria.cli.bench import percentile, show, spread
 from planaria.cli.look import console, generating
 from planaria.cli.traces import Trace, TracedRequest, TracePrompts, read_trace
-from planaria.errors import EngineDead
+from planaria.errors import ConfigError, EngineDead
 
 SILENCE_LIMIT = 600.0  # seconds without a byte after which a request counts as failed
 IDS = (100, 30_000)  # token ids of prompts: in every usual vocabulary, and not special
@@ -45,7 +45,13 @@ def run(
     request_rate: float, input_len: int, output_len: int, trace: Path | None, speed_up: float, length_scale: float,
     max_requests: int | None, seconds: float | None, details: Path | None, seed: int, as_json: bool,
 ) -> None:  # fmt: skip
-    """Raises ConfigError for a bad trace, EngineDead when the server can't be reached or a request failed."""
+    """Raises ConfigError for a bad trace, or details that can't be written, EngineDead when the server can't be reached
+    or a request failed."""
+    if details is not None:
+        try:
+            details.touch()
+        except OSError as e:
+            raise ConfigError("--details", details, f"can't be written ({e.strerror})", "give another file") from None
     if trace is None:
         work = made_up(num_prompts, request_rate, input_len, output_len, seed)
         concurrency = concurrency or 32

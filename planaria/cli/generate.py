@@ -32,7 +32,7 @@ def read_prompts(path: Path | None) -> list[str]:
         text = sys.stdin.read() if str(path) == "-" else path.read_text()
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError("--prompt-file", path, f"can't be read: {e}") from None
-    return [line for line in text.splitlines() if line]
+    return [line for line in text.split("\n") if line]  # others' ends of lines are part of a text
 
 
 def run(

@@ -43,6 +43,14 @@ async def test_a_trace_is_replayed(start, tokenizer, tmp_path, capsys):
     assert all(line["late"] >= 0 and line["error"] is None and line["ttft"] > 0 for line in lines)
 
 
+async def test_details_that_can_not_be_written_are_said_first(start, tokenizer, tmp_path, capsys):
+    """When all had been measured it was lost."""
+    engine = FakeEngine(tokenizer)
+    async with start(engine) as server:
+        code, result, err = await bench(capsys, server.url, "--details", tmp_path / "none" / "details.jsonl")
+    assert (code, result, engine.submitted) == (2, None, []) and "--details" in err and "can't be written" in err
+
+
 async def test_the_loop_is_open(start, tokenizer, tmp_path, capsys):
     """Requests go out while none is answered."""
     (tmp_path / "trace.csv").write_text("timestamp,context_tokens,generated_tokens\n" + "1.0,10,3\n" * 50)

@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from planaria.cli import main
+from planaria.cli.generate import read_prompts
 from planaria.hosts import forkserver
 from tests.proc.servers import TINY, needs_smollm2, planaria
 
@@ -106,6 +107,12 @@ def test_answers_are_told_apart(said: Said) -> None:
     ]  # fmt: skip
     one = said("generate", "smollm2", "The capital of France is", *SMALL, "--max-tokens", "2")
     assert one == lines[1] + "\n"
+
+
+def test_prompts_of_a_file_are_lines(tmp_path: Path) -> None:
+    """What Unicode calls an end of a line besides is part of a text."""
+    (tmp_path / "prompts").write_bytes("one\u2028two\x0cthree\r\n\nfour".encode())
+    assert read_prompts(tmp_path / "prompts") == ["one\u2028two\x0cthree", "four"]
 
 
 def test_generate_without_tokenizer(small: Path, said: Said) -> None:
