@@ -19,7 +19,7 @@ from planaria.config.experts import expert_map
 from planaria.config.machine import Machine, accelerator_ids, look, served, usable_cores, usable_platform
 from planaria.config.options import EngineOptions, ParallelConfig
 from planaria.config.parallel import resolve_parallel
-from planaria.config.sizes import parse_bytes
+from planaria.config.sizes import AUTO, parse_bytes
 from planaria.errors import CapacityError, ConfigError, PlanariaError, UserError
 from planaria.models import model_config
 from planaria.models.config import ModelConfig
@@ -98,6 +98,15 @@ class Demand(msgspec.Struct, frozen=True):
             return RankMemory(*map(sum, zip(found, self.draft.at(at, layout, **self.quantities), strict=True)))
 
         return need
+
+    def check_kv(self, layout: Layout) -> None:
+        """Raises ConfigError where the KV memory that was asked for doesn't hold a request of the longest length."""
+        if (given := self.quantities["kv"]) is not None:
+            needs = msgspec.structs.replace(self, quantities={**self.quantities, "kv": None}).needs(layout)
+            most = max(needs(layout.coords(rank)).kv for rank in range(layout.size))
+            if most > given:
+                rule = f"a request of --max-model-len {self.quantities['max_model_len']} needs {mib(most)} of a rank"
+                raise ConfigError("--kv-cache-memory", mib(given), rule, "raise it, or lower --max-model-len")
 
 
 class PlanCase(msgspec.Struct, frozen=True):
@@ -344,6 +353,8 @@ def _of_model(options: EngineOptions, question: PlanCase) -> PlanCase:
         "logit_rows": options.max_num_seqs + LOGIT_ROWS,
     }, len(parallel.replicas) if shared else 1, _draft(options, model, parallel, device.dtype, hub))  # fmt: skip
     demand.needs(question.layout)  # what can't be dealt is refused first, as by `serve`
+    if str(options.max_model_len) not in AUTO:
+        demand.check_kv(question.layout)
     notes = _warnings(resolve_experts(parallel, options, options.device, expert_shapes(model, device.dtype), None)[1])
     return msgspec.structs.replace(
         question, demand=demand, notes=(*question.notes, *notes, *_uncounted(options, parallel))

@@ -235,6 +235,7 @@ def test_a_models_rules(plan: Any) -> None:
 @pytest.mark.parametrize(("args", "rule"), [
     (("--block-size", "17"), "must be a multiple of 16 up to 256"),
     (("--max-model-len", "100000"), "the model's positions end at 8192"),
+    (("--kv-cache-memory", "179MiB"), "a request of --max-model-len 8192 needs 180 MiB of a rank"),
     (("--max-num-batched-tokens", "3"), "must be at least --max-num-seqs"),
     (("--speculative-config", '{"modl": "smollm2"}'), "unknown field `modl`"),
     (("-tp", "3", "--speculative-config", '{"model": "smollm2", "draft_tensor_parallel_size": 2}'), "must be 1, or"),
@@ -262,6 +263,8 @@ def test_a_model_that_drafts_is_counted_where_it_is(plan: Any) -> None:
         assert found == {part: alone[pp, tp][part] + (shares[tp][part] if pp else 0) for part in found}
     given = needs("--kv-cache-memory", "1GiB", "--speculative-config", '{"model": "smollm2"}')
     assert {each["kv"] for each in given.values()} == {1 << 30}
+    assert plan("smollm2", "--kv-cache-memory", "180MiB").code == 0
+    assert plan("smollm2", "--kv-cache-memory", "9MiB", "--max-model-len", "auto").code == 0
     assert "smollm2, which drafts, is counted" in plan("smollm2", "--speculative-config", '{"model": "smollm2"}').out
 
 
