@@ -59,7 +59,7 @@ def latency(model: str, engine: dict[str, Any], *, input_len: int, output_len: i
     source = random.Random(engine["seed"] or 0)
     with started("LLM", model, show=not as_json, skip_tokenizer_init=True, **engine) as llm:
         vocab = llm.facts.vocab_size
-        llm.generate([random_prompt(source, input_len, vocab)], params(8), use_tqdm=False)
+        llm.generate([random_prompt(source, input_len, vocab)], params(min(8, output_len)), use_tqdm=False)
         first, rate = [], []
         with generating(repeat, show=not as_json) as progress:
             for done in range(1, repeat + 1):
@@ -88,7 +88,7 @@ def throughput(
     source = random.Random(engine["seed"] or 0)
     with started("LLM", model, show=not as_json, skip_tokenizer_init=True, **engine) as llm:
         vocab = llm.facts.vocab_size
-        llm.generate([random_prompt(source, 16, vocab)], params(2), use_tqdm=False)
+        llm.generate([random_prompt(source, min(16, input_len), vocab)], params(min(2, output_len)), use_tqdm=False)
         rates = []
         for _ in range(repeat):
             prompts = [random_prompt(source, input_len, vocab) for _ in range(num_prompts)]

@@ -320,6 +320,14 @@ def test_generate_logprobs_and_choices(said: Said) -> None:
         assert position["top"][0] == {"token": token, "logprob": position["logprob"]}
 
 
+def test_what_warms_a_bench_up_is_no_longer_than_what_is_measured(small: Path, said: Said) -> None:
+    sizes = ["--kv-cache-memory", "4MiB", "--threads", "1", "--repeat", "1", "--json"]
+    longest = ["--input-len", "4", "--output-len", "1", "--max-model-len", "5"]
+    assert json.loads(said("bench", "latency", str(small), *sizes, *longest))["decode_tokens_per_s"] is None
+    one = ["--num-prompts", "1"]
+    assert json.loads(said("bench", "throughput", str(small), *sizes, *longest, *one))["output_tokens_per_s"]
+
+
 def test_bench_json(said: Said) -> None:
     once = ["--input-len", "4", "--output-len", "3", "--repeat", "1", "--json"]
     figures = json.loads(said("bench", "latency", "smollm2", *SMALL, *once))
