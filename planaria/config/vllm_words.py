@@ -26,7 +26,7 @@ VALUES: dict[str, dict[Any, Any]] = {
 # In both tables `!` marks a switch, which takes no value.
 # No answer depends on these: they have no effect. By why.
 WITHOUT_EFFECT = {
-    "nothing is compiled or captured for GPUs": """enforce_eager! max_seq_len_to_capture compilation_config
+    "what is compiled or recorded for GPUs is this package's own": """enforce_eager! max_seq_len_to_capture compilation_config
         cuda_graph_sizes cudagraph_capture_sizes max_cudagraph_capture_size optimization_level performance_mode
         disable_cascade_attn! attention_backend attention_config enable_flashinfer_autotune! kernel_config moe_backend
         mamba_backend cudagraph_metrics! enable_layerwise_nvtx_tracing! use_tqdm_on_load! pt_load_map_location
@@ -45,11 +45,13 @@ WITHOUT_EFFECT = {
         log_config_file show_hidden_metrics_for_version kv_cache_metrics! kv_cache_metrics_sample enable_mfu_metrics!
         collect_detailed_traces""",
     "it is always so": """enable_prompt_tokens_details! enable_request_id_headers! enable_tokenizer_info_endpoint!
-        enable_server_load_tracking! disable_frontend_multiprocessing! language_model_only! tokenizer_pool_size
+        disable_frontend_multiprocessing! language_model_only! tokenizer_pool_size
         tokenizer_pool_type tokenizer_pool_extra_config fail_on_environ_validation! distributed_timeout_seconds
-        enable_offline_docs! exclude_tools_when_tool_choice_none! enable_reasoning!
+        exclude_tools_when_tool_choice_none! enable_reasoning!
         enable_sleep_mode!
         h11_max_incomplete_event_size h11_max_header_count""",
+    "what it counts is in /metrics": "enable_server_load_tracking!",
+    "the page /docs needs the internet, /openapi.json doesn't": "enable_offline_docs!",
     "there are texts only": """limit_mm_per_prompt mm_processor_kwargs media_io_kwargs mm_processor_cache_gb
         mm_processor_cache_type mm_shm_cache_max_object_size_mb disable_mm_preprocessor_cache! mm_encoder_tp_mode
         mm_encoder_attn_backend skip_mm_profiling! interleave_mm_strings! allowed_local_media_path
