@@ -26,8 +26,9 @@ VALUES: dict[str, dict[Any, Any]] = {
 # In both tables `!` marks a switch, which takes no value.
 # No answer depends on these: they have no effect. By why.
 WITHOUT_EFFECT = {
-    "what is compiled or recorded for GPUs is this package's own": """enforce_eager! max_seq_len_to_capture compilation_config
-        cuda_graph_sizes cudagraph_capture_sizes max_cudagraph_capture_size optimization_level performance_mode
+    "what is compiled or recorded for GPUs is this package's own": """enforce_eager! max_seq_len_to_capture
+        compilation_config cuda_graph_sizes cudagraph_capture_sizes max_cudagraph_capture_size optimization_level
+        performance_mode
         disable_cascade_attn! attention_backend attention_config enable_flashinfer_autotune! kernel_config moe_backend
         mamba_backend cudagraph_metrics! enable_layerwise_nvtx_tracing! use_tqdm_on_load! pt_load_map_location
         safetensors_load_strategy""",
