@@ -19,6 +19,7 @@ WORKER = (
 NATIVE = "planaria.kernels.cpu.ops", "llvmlite.binding"
 FOREIGN = ("planaria.hf.model",)
 PLAIN = "planaria.kernels.reference", "planaria.worker.torch_sampler"
+GLOO = ("planaria.mesh.gloo",)  # and torch
 
 
 @contextlib.contextmanager
@@ -36,8 +37,10 @@ def importing() -> Iterator[None]:
 def of_a_rank(config: EngineConfig) -> list[str]:
     if config.null_worker:
         return []
-    foreign = FOREIGN if config.model.foreign is not None else ()
-    return [*WORKER, *(NATIVE if config.device.kernels == "native" else PLAIN), *foreign]
+    foreign, parallel = FOREIGN if config.model.foreign is not None else (), config.parallel
+    meets = parallel.layout.size > 1 and (parallel.disable_custom_all_reduce or parallel.nodes_per_engine > 1)
+    kernels = NATIVE if config.device.kernels == "native" else PLAIN
+    return [*WORKER, *kernels, *foreign, *(GLOO if meets else ())]
 
 
 def of_an_engine(config: EngineConfig) -> list[str]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from planaria.preload import importing
+from planaria.config.options import ParallelConfig
+from planaria.preload import GLOO, importing, of_a_rank
 
 
 def test_nothing_is_collected_while_something_is_imported() -> None:
@@ -18,3 +21,18 @@ def test_nothing_is_collected_while_something_is_imported() -> None:
         assert not gc.isenabled()
         raise ImportError
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "meets"),
+    [
+        ({}, False), ({"tensor_parallel_size": 2}, False), ({"disable_custom_all_reduce": True}, False),
+        ({"tensor_parallel_size": 2, "disable_custom_all_reduce": True}, True),
+        ({"lanes": 2, "disable_custom_all_reduce": True}, True), ({"pipeline_parallel_size": 2, "nnodes": 2}, True),
+    ],
+)  # fmt: skip
+def test_ranks_that_meet_by_gloo_are_forked_with_it(parallel: dict[str, Any], meets: bool) -> None:
+    """Each would take a second to import torch, also one that takes another's place."""
+    device, model = SimpleNamespace(kernels="native"), SimpleNamespace(foreign=None)
+    config: Any = SimpleNamespace(parallel=ParallelConfig(**parallel), device=device, model=model, null_worker=False)
+    assert (GLOO[0] in of_a_rank(config)) == meets
