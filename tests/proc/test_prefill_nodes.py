@@ -50,7 +50,7 @@ def test_blocks_go_from_one_node_to_the_other(
 
     def came() -> bool:
         """Of a model as small as this computing takes less time than a busy machine may need to connect."""
-        others = [([next(fresh), *prompt], 4) for prompt, _ in ASKED[3:7]]  # of which nobody has anything
+        others = [([*divmod(next(fresh), 100), *prompt], 4) for prompt, _ in ASKED[3:7]]  # of which nobody has anything
         assert ask_all(server.url, str(small), others) == ask_all(plain.url, str(small), others)
         return metric(server, "planaria:kv_transfer_blocks_total") > 5
 
