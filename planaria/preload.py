@@ -38,7 +38,8 @@ def of_a_rank(config: EngineConfig) -> list[str]:
     if config.null_worker:
         return []
     foreign, parallel = FOREIGN if config.model.foreign is not None else (), config.parallel
-    meets = parallel.layout.size > 1 and (parallel.disable_custom_all_reduce or parallel.nodes_per_engine > 1)
+    plain = parallel.disable_custom_all_reduce or parallel.nodes_per_engine > 1
+    meets = plain and parallel.layout.size > 1 and parallel.worker_cls == "auto"  # a user's may not need torch
     kernels = NATIVE if config.device.kernels == "native" else PLAIN
     return [*WORKER, *kernels, *foreign, *(GLOO if meets else ())]
 

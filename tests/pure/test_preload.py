@@ -29,6 +29,7 @@ def test_nothing_is_collected_while_something_is_imported() -> None:
         ({}, False), ({"tensor_parallel_size": 2}, False), ({"disable_custom_all_reduce": True}, False),
         ({"tensor_parallel_size": 2, "disable_custom_all_reduce": True}, True),
         ({"lanes": 2, "disable_custom_all_reduce": True}, True), ({"pipeline_parallel_size": 2, "nnodes": 2}, True),
+        ({"pipeline_parallel_size": 2, "nnodes": 2, "worker_cls": "a.B"}, False),
     ],
 )  # fmt: skip
 def test_ranks_that_meet_by_gloo_are_forked_with_it(parallel: dict[str, Any], meets: bool) -> None:
