@@ -48,7 +48,7 @@ PEER = Path(__file__).resolve().parent / "peers" / "llama_cpp_packed.py"
 MADE = ("Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1", "Q3_K_M", "Q2_K", "IQ4_NL", "IQ4_XS")
 POSITIONS, PASS = 1000, 250
 SCENARIOS = {"single": [[128, 64]], "prompt": [[1024, 1]], "batch": [[128, 64]] * 32}
-SHORT = {"single": [[8, 32]], "prompt": [[1024, 1]], "batch": [[32, 16]] * 32}  # by CPU time
+SHORT = {"single": [[8, 32]], "prompt": [[1024, 1]], "batch": [[32, 16]] * 32}  # by CPU time, and of shares
 Array = npt.NDArray[Any]
 Shapes = dict[str, list[list[int]]]
 Row = dict[str, Any]
@@ -223,7 +223,7 @@ def shares(path: Path, python: Path | None, isa: str | None, rounds: int, thread
         for turn in range(rounds):
             limits.append(statistics.median(read_bandwidth(threads)))
             with engine.awake():
-                rates.append(rate("single", engine.run(turn, SCENARIOS["single"])) * size)
+                rates.append(rate("single", engine.run(turn, SHORT["single"])) * size)
         engine.close()
         of_limit = statistics.median(a / b for a, b in zip(rates, limits, strict=True))
         row |= {f"{spec.name} GB/s": statistics.median(rates), f"{spec.name} of the limit": of_limit}
