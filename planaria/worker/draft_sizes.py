@@ -56,8 +56,8 @@ class StepTimes:
         self._seconds = None
 
     def expected(self, tokens: int) -> float:
-        """Never less for more tokens; 0.0: nothing was seen. On a line between those that were seen, and beyond them
-        what a token cost so far."""
+        """Never less for more tokens: fewer take no longer than more did, and whatever else ran on a machine only adds.
+        0.0: nothing was seen. On a line between those that were seen, and beyond them what a token cost so far."""
         return float(self.of_sizes(np.array([tokens]))[0])
 
     def of_sizes(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
@@ -66,7 +66,7 @@ class StepTimes:
         if not known:
             return np.zeros(len(tokens))
         if self._seconds is None:
-            self._seconds = list(accumulate((self._seen[n] for n in known), max))
+            self._seconds = list(accumulate((self._seen[n] for n in reversed(known)), min))[::-1]
         seconds, first, last = self._seconds, known[0], known[-1]
         start, end = seconds[0], seconds[-1]
         one = start / (1 + FIRST_GUESS * (first - 1))

@@ -105,14 +105,23 @@ def test_what_steps_took_on_a_busy_machine_is_forgotten() -> None:
     made = sizes(0.05, 8, 8)
     assert made.dealt([0], 8, 100) == {0: 8}
     for _ in range(40):
-        made.times.saw(9, 20.0)  # something else has the processor
-        made.times.saw(2, 20.0)
+        made.times.saw(1, 1.0)
+        for tokens in (2, 4, 8, 9, 16, 64):  # something else has the processor
+            made.times.saw(tokens, 20.0)
     assert made.dealt([0], 8, 100) == {}
     for _ in range(FORGOTTEN):
         made.times.saw(1, 1.0)
         made.checked(0, 1, 1)  # a guess that was looked up, and right
     assert made.dealt([0], 8, 100) == {0: 8}
     assert made.times.expected(9) == pytest.approx(1 + 8 * FIRST_GUESS, rel=0.01)
+
+
+def test_what_more_tokens_took_says_what_fewer_take() -> None:
+    """One number of tokens that was seen on a busy machine makes no others look as if they cost nothing."""
+    made = sizes(0.9, 4, 8)
+    for _ in range(40):
+        made.times.saw(1, 20.0)
+    assert made.times.expected(1) == pytest.approx(1.9, rel=0.01) and made.dealt([0], 8, 100) == {0: 1}
 
 
 def sizes(cost: float, right: int, drafted: int, rows: int = 1) -> DraftSizes:
