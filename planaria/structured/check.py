@@ -9,7 +9,6 @@ import itertools
 import logging
 import math
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -40,9 +39,8 @@ NICE = 10  # a tenth of a core's time where others want it all: ranks of the sam
 STARVED = 0.05  # seconds in which it runs when nobody else would, and then is to have had
 AT_ONCE = 0.02  # seconds of a processor, which a usual grammar never needs: else it has that tenth, until it had them
 LATE = 10.0  # seconds after which it has a tenth to the end
-LATE_START = 1.0  # the same, while it starts and nobody waits for it
 ENDING = 1.0  # seconds that it may take to end
-FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)  # what it makes of a grammar ends it otherwise
+UP = b"up"  # is said by who compiles from now on, before its id; of answers the number of what was asked stands there
 TOO_MUCH = f"takes more than {CPU:g} s of a processor, or too much memory, to compile"
 NOT_UP = (
     "structured outputs can't be used here: the process that checks grammars did not come up; is llguidance installed, "
@@ -76,24 +74,23 @@ class _Share:
 
     def __init__(self, id: int) -> None:
         self.id, self._gives_way = id, False
-        os.setpriority(os.PRIO_PROCESS, id, NICE)
 
-    def begin(self, late: float = LATE) -> None:
-        self._began, self._late = time.monotonic(), late
+    def begin(self) -> None:
+        self._began = time.monotonic()
         self._before = processor_time(self.id)
-        self._give_way(late > 0)
+        self._give_way(True)
 
     def look(self) -> float:
         """Change it, if need be. Returns seconds until it is to be looked at again."""
         waited = time.monotonic() - self._began
-        if waited >= self._late:
+        if waited >= LATE:
             self._give_way(False)
             return math.inf
         if waited < STARVED:
             return STARVED - waited
         starved = processor_time(self.id) - self._before < AT_ONCE
         self._give_way(not starved)
-        return AT_ONCE if starved else self._late - waited
+        return AT_ONCE if starved else LATE - waited
 
     def _give_way(self, always: bool) -> None:
         if always != self._gives_way and can_give_way():
@@ -102,13 +99,16 @@ class _Share:
 
 
 class GrammarProcess:
-    """One that compiles. Not for two threads at once: `lock`."""
+    """One that has the vocabulary, and has forks of it compile, another one when a grammar has ended one: that takes
+    milliseconds, and to come up half a second. Not for two threads at once: `lock`."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
         self._vocabulary = vocabulary
         self.lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
-        self._share: _Share | None = None
+        self.share: _Share | None = None  # of the fork
+        self._asked = 0
+        self._heard = bytearray()
         self.was_up = self._closed = False
 
     def ask(self, line: bytes) -> Verdict | None:
@@ -117,47 +117,44 @@ class GrammarProcess:
             if self._closed:
                 break
             up = self.process is not None or self._start()
-            answer = self._exchange(line, PATIENCE) if up else None
-            if answer is not None:
+            self._asked += 1
+            word, answer = (self._exchange(b"%d %b" % (self._asked, line), PATIENCE) if up else None) or (b"", b"")
+            if word == UP:
+                logger.warning("a grammar was refused: it %s", TOO_MUCH)
+                self.share = _Share(int(answer))
+                return Verdict(error=TOO_MUCH)
+            if word:
                 return msgspec.json.decode(answer, type=Verdict)
             status = self._end()
             if status is None:
                 break
-            if status not in FROM_OUTSIDE:
-                if not up:
-                    raise RequestError(NOT_UP, code="unsupported_parameter")
-                logger.warning("a grammar was refused: it %s", TOO_MUCH)
-                threading.Thread(target=self._start_again, name="grammar-start", daemon=True).start()
-                return Verdict(error=TOO_MUCH)
+            if not up and status >= 0:
+                raise RequestError(NOT_UP, code="unsupported_parameter")
         return None
 
-    def _start(self, late: float = 0.0) -> bool:
-        """Is it up? late: see `_Share`; 0: somebody waits for it."""
+    def _start(self) -> bool:
+        """Is it up? Somebody waits for that, once."""
         vocabulary = msgspec.json.encode(self._vocabulary())
         self.process = process = subprocess.Popen(
             [sys.executable, "-m", "planaria.structured.check_process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, bufsize=0,
         )  # fmt: skip
-        self._share = _Share(process.pid)
         assert process.stdin is not None
         os.set_blocking(process.stdin.fileno(), False)
-        up = self._exchange(vocabulary, START, late) is not None
-        self.was_up = self.was_up or up
-        return up
+        self.share, self._heard = None, bytearray()
+        said = self._exchange(vocabulary, START)
+        if said is None:
+            return False
+        self.share, self.was_up = _Share(int(said[1])), True
+        return True
 
-    def _start_again(self) -> None:
-        """After a grammar that ended it, so that the next one need not wait for that."""
-        with self.lock, contextlib.suppress(RequestError):
-            if self.process is None and not self._closed and not self._start(LATE_START):
-                self._end()
-
-    def _exchange(self, line: bytes, patience: float, late: float = LATE) -> bytes | None:
-        """The answer to a line; None: none came."""
-        process, share = self.process, self._share
+    def _exchange(self, line: bytes, patience: float) -> tuple[bytes, bytes] | None:
+        """The answer to a line, as its first word and the others; None: none came."""
+        process, share = self.process, self.share
         assert process is not None and process.stdin is not None and process.stdout is not None
-        assert share is not None
-        share.begin(late)
-        deadline, answer = time.monotonic() + patience, bytearray()
+        if share is not None:
+            share.begin()
+        deadline, heard = time.monotonic() + patience, self._heard
         try:
             left = memoryview(line + b"\n")
             while left:
@@ -166,17 +163,22 @@ class GrammarProcess:
                 left = left[process.stdin.write(left) or 0 :]
         except OSError:
             return None
-        while not answer.endswith(b"\n"):
+        while True:
+            while b"\n" in heard:
+                end = heard.index(b"\n")
+                word, _, answer = bytes(heard[:end]).partition(b" ")
+                del heard[: end + 1]
+                if word in (UP, b"%d" % self._asked):
+                    return word, answer
             left_for_it = deadline - time.monotonic()
             if left_for_it <= 0:
                 return None
-            if not readable(process.stdout.fileno(), min(left_for_it, share.look())):
+            if not readable(process.stdout.fileno(), min(left_for_it, share.look() if share else math.inf)):
                 continue
             part = process.stdout.read(1 << 16)
             if not part:
                 return None
-            answer += part
-        return bytes(answer)
+            heard += part
 
     def _end(self) -> int | None:
         """The status with which it ended; None: it was still there."""

@@ -1,12 +1,14 @@
-"""The process in which grammars are compiled first: whatever they make of the library, it ends alone.
+"""The process in which grammars are compiled first: whatever they make of the library, a fork of it ends alone.
 
-A line of JSON on standard input for each, a line on standard output in answer. It ends with its standard input, with a
-grammar that takes too much of a processor or of memory, and with one that the library fails on.
+A line on standard input for each, its number and JSON, a line on standard output in answer. The fork that reads and
+answers them ends with standard input, with a grammar that takes too much of a processor or of memory, and with one that
+the library fails on; then there is another, which says so.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import sys
@@ -16,7 +18,8 @@ from typing import Any
 
 import msgspec
 
-from planaria.structured.check import CPU, MEMORY, Asked, Verdict, Vocabulary
+from planaria.processes import die_with_parent, leave_signals_to_parent
+from planaria.structured.check import CPU, MEMORY, NICE, UP, Asked, Verdict, Vocabulary
 from planaria.structured.spec import OutputForm
 
 STACK = 16 << 20  # bytes: a quarter of what those have who follow a grammar
@@ -152,30 +155,44 @@ def _line(text: str) -> str:
     return text if len(text) <= 500 else text[:499] + "…"
 
 
-def serve() -> None:
+def serve(compiler: Compiler) -> None:
+    """To the end of standard input."""
     hear, say = sys.stdin.buffer, sys.stdout.buffer
-    compiler = Compiler(msgspec.json.decode(hear.readline(), type=Vocabulary))
-    say.write(b"{}\n")
+    say.write(b"%b %d\n" % (UP, os.getpid()))
     say.flush()
     while line := hear.readline():
-        asked = msgspec.json.decode(line, type=Asked)
+        number, _, asked = line.partition(b" ")
+        source = msgspec.json.decode(asked, type=Asked).source
         signal.setitimer(signal.ITIMER_PROF, CPU)  # nobody handles its signal, which ends the process
-        verdict = compiler.verdict(asked.source)
+        verdict = compiler.verdict(source)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        say.write(msgspec.json.encode(verdict) + b"\n")
+        say.write(b"%b %b\n" % (number, msgspec.json.encode(verdict)))
         say.flush()
+    os._exit(0)
+
+
+def fork(compiler: Compiler) -> int:
+    """The id of one that serves: with a lower priority, and with a thread for its stack."""
+    parent = os.getpid()
+    if child := os.fork():
+        return child
+    die_with_parent(parent)
+    os.nice(NICE)
+    thread = threading.Thread(target=serve, args=[compiler])
+    thread.start()
+    thread.join()
+    os._exit(1)
 
 
 def main() -> None:
-    from planaria.processes import leave_signals_to_parent
-
     leave_signals_to_parent()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK)
-    thread = threading.Thread(target=serve)
-    thread.start()
-    thread.join()
+    compiler = Compiler(msgspec.json.decode(sys.stdin.buffer.readline(), type=Vocabulary))
+    while status := os.waitpid(fork(compiler), 0)[1]:
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:  # from outside: no grammar does that
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from planaria import LLM, SamplingParams, StructuredOutputsParams
 from planaria.checkpoint import resolve_checkpoint
 from planaria.errors import RequestError
 from planaria.kernels import sampling_library
+from planaria.node import readable
 from planaria.processes import can_give_way
 from planaria.protocol import Fresh
 from planaria.server.tokenise import load_tokenizer
@@ -492,15 +493,16 @@ def test_who_compiles_grammars_is_killed(tmp_path: Path, monkeypatch: pytest.Mon
     first, second = (StructuredOutputsParams(choice=(word,)) for word in "ab")
     third = StructuredOutputsParams(json={"const": 1, "title": "more than a pipe has room for" * 4000})
     assert check.grammar(first, "structured_outputs")
-    before = check._processes[0].process
-    assert before is not None and os.getpriority(os.PRIO_PROCESS, before.pid) >= check_module.NICE
-    before.kill()
+    before, share = check._processes[0].process, check._processes[0].share
+    assert before is not None and share is not None
+    for thread in os.listdir(f"/proc/{share.id}/task"):
+        assert os.getpriority(os.PRIO_PROCESS, int(thread)) >= check_module.NICE
+    os.kill(share.id, signal.SIGKILL)
     before.wait()
     assert check.grammar(second, "structured_outputs") and check._processes[0].process is not before
-    stopped = check._processes[0].process
-    assert stopped is not None
-    os.kill(stopped.pid, signal.SIGSTOP)
-    os.waitpid(stopped.pid, os.WUNTRACED)
+    share = check._processes[0].share
+    assert share is not None
+    os.kill(share.id, signal.SIGSTOP)
     monkeypatch.setattr(check_module, "PATIENCE", 0.05)
     monkeypatch.setattr(check_module, "ENDING", 0.05)
     with pytest.raises(RequestError, match="send the request again") as error:
@@ -518,13 +520,13 @@ def test_who_compiles_grammars_is_killed_while_it_starts(tmp_path: Path, monkeyp
     given, kills = [Vocabulary(text, size, size - 1)], 2
 
     class Killed(check_module.GrammarProcess):
-        def _exchange(self, line: bytes, patience: float, late: float = 0.0) -> bytes | None:
+        def _exchange(self, line: bytes, patience: float) -> tuple[bytes, bytes] | None:
             nonlocal kills
             if kills and patience == check_module.START:
                 kills -= 1
                 assert self.process is not None
                 self.process.kill()
-            return super()._exchange(line, patience, late)
+            return super()._exchange(line, patience)
 
     monkeypatch.setattr(check_module, "GrammarProcess", Killed)
     check = GrammarCheck(lambda: given[0])
@@ -543,28 +545,24 @@ def test_who_compiles_grammars_is_killed_while_it_starts(tmp_path: Path, monkeyp
     check.close()
 
 
-def test_after_one_that_takes_too_much_another_starts_by_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who comes next need not wait for that."""
+def test_after_one_that_takes_too_much_another_fork_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who comes next need not wait until one is up; and what is answered late is nobody else's answer."""
     size = checkpoints.write_tokenizer(tmp_path)
     text = (tmp_path / "tokenizer.json").read_text()
-    up = threading.Semaphore(0)
-
-    class Told(check_module.GrammarProcess):
-        def _start(self, late: float = 0.0) -> bool:
-            found = super()._start(late)
-            up.release()
-            return found
-
-    monkeypatch.setattr(check_module, "GrammarProcess", Told)
     monkeypatch.setattr(check_module, "PATIENCE", 200.0)
     check = GrammarCheck(lambda: Vocabulary(text, size, size - 1))
-    with pytest.raises(RequestError, match="takes more than 1 s"):
-        check.grammar(StructuredOutputsParams(json={"type": "integer", "multipleOf": 9999991}), "structured_outputs")
-    assert up.acquire(timeout=60) and up.acquire(timeout=60)
     assert check.grammar(StructuredOutputsParams(choice=("a",)), "structured_outputs")
-    assert not up.acquire(blocking=False)
+    one, other = check._processes
+    hostile = StructuredOutputsParams(json={"type": "integer", "multipleOf": 9999991})
+    process, share = one.process, one.share
+    assert process is not None and share is not None
+    for _ in range(2):
+        with pytest.raises(RequestError, match="takes more than 1 s"):
+            check.grammar(hostile, "structured_outputs")
+        check._kept.clear()
+    assert one.process is process and one.share is not share and other.process is None
+    one._heard += b"1 {}\n"  # of one who waits no longer
+    assert "b" in check.grammar(StructuredOutputsParams(choice=("b",)), "structured_outputs")
     check.close()
 
 
@@ -576,10 +574,11 @@ def test_the_door_closes_at_once(tmp_path: Path) -> None:
     assert check.grammar(StructuredOutputsParams(choice=("a",)), "structured_outputs")
     one = check._processes[0]
     process, asked = one.process, threading.Event()
-    assert process is not None and process.stdin is not None
+    assert process is not None and one.share is not None
+    fork = os.pidfd_open(one.share.id)
     exchange = one._exchange
 
-    def told(*what: Any) -> bytes | None:
+    def told(*what: Any) -> Any:
         asked.set()
         return exchange(*what)
 
@@ -592,8 +591,11 @@ def test_the_door_closes_at_once(tmp_path: Path) -> None:
     waiting = threading.Thread(target=ask)
     waiting.start()
     assert asked.wait(60)
+    os.kill(one.share.id, signal.SIGSTOP)  # it doesn't end by itself
     check.close()
     assert process.returncode == -signal.SIGKILL
+    assert readable(fork, 60)  # it has ended
+    os.close(fork)
     waiting.join(60)
     assert not waiting.is_alive()
 
@@ -638,11 +640,8 @@ def test_who_compiles_gives_way_and_is_not_starved(monkeypatch: pytest.MonkeyPat
         share = check_module._Share(process.pid)
 
         def gives_way() -> bool:
-            assert os.getpriority(os.PRIO_PROCESS, process.pid) >= check_module.NICE
             return os.sched_getscheduler(process.pid) == os.SCHED_IDLE
 
-        share.begin(0.0)  # somebody waits for it to come up
-        assert not gives_way() and share.look() == math.inf
         share.begin()
         assert gives_way() and share.look() == pytest.approx(check_module.STARVED)
         now = check_module.STARVED
