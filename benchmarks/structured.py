@@ -20,7 +20,9 @@ Each prints a table and writes benchmarks/out/structured_NAME.json.
   themselves, as they may be kept.
 - beside: gaps of the tokens of four rows, while eight others have short answers one after the other: each held to
   another one of fuzz's grammars, or free and as long; by themselves, or while more grammars are being checked without a
-  pause; and, as a measure, beside a process of the idle class that only counts. In turns, the 99th of 100.
+  pause. As a measure, the same again, and beside a process of the idle class that only counts: what these differ by,
+  nothing can be said of. In short turns, each second round the other way round; the 99th of 100, of all turns, and of
+  each round over the free one's, its median and range; and how long threads that compute waited for a core.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -76,7 +78,7 @@ PET = {
 LONG = {"type": "array", "items": PET, "minItems": 100}
 SKIPPED, TOKENS = 6, 72  # steps of a round that aren't counted; tokens of each row
 OTHERS, SHORT = 4, 8  # rows
-LASTS = 300  # tokens of those others
+LASTS = 150  # tokens of those others
 
 
 def form(**given: Any) -> StructuredOutputsParams:
@@ -290,25 +292,43 @@ def door(options: argparse.Namespace) -> dict[str, Any]:
     return {"verdicts": found, "seconds": seconds, "cpu": cpu}
 
 
-def _beside(command: list[str]) -> subprocess.Popen[str]:
-    """What it runs, once it is up."""
+@contextlib.contextmanager
+def _beside(command: list[str]) -> Iterator[int]:
+    """The group of what it runs, once that is up: stopped."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0)
     assert process.stdout is not None and process.stdout.readline() == UP + "\n"
-    return process
+    os.killpg(process.pid, signal.SIGSTOP)
+    yield process.pid
+    os.killpg(process.pid, signal.SIGKILL)  # what it started, too
 
 
-def beside(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+def _waited(llm: LLM) -> float:
+    """Seconds that the ranks' threads, but those of a lower priority, were ready and had no core."""
+    found = 0
+    for member in llm._loop.gang.members:
+        for task in Path(f"/proc/{member.pid}/task").iterdir():
+            if not os.getpriority(os.PRIO_PROCESS, int(task.name)):
+                found += int((task / "schedstat").read_text().split()[1])
+    return found / 1e9
+
+
+def beside(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Milliseconds, by what the eight others are and what else runs."""
     door = [sys.executable, "-m", __spec__.name, "door", "--model", options.model]
     idle = "import os\nos.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\n"
     spin = [sys.executable, "-c", f"{idle}print('{UP}', flush=True)\nwhile True: pass"]
-    kinds: dict[str, tuple[bool, list[str]]] = {
-        "held to grammars": (True, []), "held to grammars, beside checks": (True, door), "free": (False, []),
-        "free, beside a process that counts": (False, spin), "free, beside checks": (False, door),
-    }  # fmt: skip
-    gaps: dict[str, list[float]] = {kind: [] for kind in kinds}
     numbers = itertools.count(options.first)
-    with LLM(options.model, max_num_seqs=OTHERS + SHORT, enable_prefix_caching=False, max_model_len=1024) as llm:
+    with (
+        LLM(options.model, max_num_seqs=OTHERS + SHORT, enable_prefix_caching=False, max_model_len=1024) as llm,
+        _beside(door) as checks, _beside(spin) as counts,
+    ):  # fmt: skip
+        kinds = {
+            "held to grammars": (True, 0), "free": (False, 0), "free, beside checks": (False, checks),
+            "free again": (False, 0), "held to grammars, beside checks": (True, checks),
+            "free, beside a process that counts": (False, counts),
+        }  # fmt: skip
+        gaps: dict[str, list[list[float]]] = {kind: [] for kind in kinds}
+        waits: dict[str, list[float]] = {kind: [] for kind in kinds}
 
         def checked() -> SamplingParams:
             """The next one that is let in."""
@@ -318,36 +338,54 @@ def beside(options: argparse.Namespace) -> dict[str, dict[str, float]]:
                 with contextlib.suppress(RequestError):
                     return llm._grammars.spelled(params)
 
-        def run(kind: str, asked: list[SamplingParams]) -> list[int]:
+        def run(kind: str, asked: list[SamplingParams], group: int) -> list[int]:
             """How many tokens each had."""
             times: list[float] = []
             quiet = SamplingParams(max_tokens=LASTS, ignore_eos=True)
+            if group:
+                os.killpg(group, signal.SIGCONT)
+            waited, since = _waited(llm), time.perf_counter()
             outputs = llm.generate(
                 ["Say it."] * (OTHERS + len(asked)), [*[quiet] * OTHERS, *asked], use_tqdm=False,
                 on_tokens=lambda done, new: times.append(time.perf_counter()),
             )  # fmt: skip
-            gaps[kind] += [b - a for a, b in pairwise(times)]
+            waits[kind].append((_waited(llm) - waited) / (time.perf_counter() - since))
+            if group:
+                os.killpg(group, signal.SIGSTOP)
+            gaps[kind].append([b - a for a, b in pairwise(times)])
             return [len(output.outputs[0].token_ids) for output in outputs[OTHERS:]]
 
         for number in range(options.rounds + 1):
             held = [checked() for _ in range(SHORT * LASTS // 24)]
-            free: list[SamplingParams] = []  # as long as those, since who comes is what others see most of
-            for kind, (bound, command) in kinds.items():
-                with _beside(command) if command else contextlib.nullcontext() as process:
-                    counts = run(kind, held if bound else free)
-                    if process is not None:
-                        os.killpg(process.pid, signal.SIGKILL)  # what it started, too
-                if not free:
-                    free = [SamplingParams(max_tokens=max(1, n), seed=i, ignore_eos=True) for i, n in enumerate(counts)]
+            lengths = run("held to grammars", held, 0)  # free ones are as long: who comes is what others see most of
+            free = [SamplingParams(max_tokens=max(1, n), seed=i, ignore_eos=True) for i, n in enumerate(lengths)]
+            for kind, (bound, group) in [*kinds.items()][1:][:: -1 if number % 2 else 1]:
+                run(kind, held if bound else free, group)
             if not number:  # warm
-                gaps = {kind: [] for kind in kinds}
-    found = {
-        kind: {"p50": 1e3 * statistics.median(values), "p99": 1e3 * sorted(values)[int(0.99 * len(values))],
-               "longest": 1e3 * max(values)} for kind, values in gaps.items()
-    }  # fmt: skip
-    _show("Gaps of others' tokens, in ms", ["", *found["free"], "p99, over free"],
-          [[kind, *(f"{ms:.2f}" for ms in values.values()), f"{values['p99'] / found['free']['p99']:.2f}x"]
-           for kind, values in found.items()])  # fmt: skip
+                for kind in kinds:
+                    gaps[kind].clear()
+                    waits[kind].clear()
+
+    def tail(values: list[float]) -> float:
+        return 1e3 * sorted(values)[int(0.99 * len(values))]
+
+    found: dict[str, dict[str, Any]] = {}
+    for kind in kinds:
+        each = [tail(of) / tail(alone) for of, alone in zip(gaps[kind], gaps["free"], strict=True)]
+        values = [gap for of in gaps[kind] for gap in of]
+        found[kind] = {
+            "gaps": len(values), "p50": 1e3 * statistics.median(values), "p99": tail(values),
+            "longest": 1e3 * max(values), "rounds": each, "waited": 1e3 * statistics.median(waits[kind]),
+        }  # fmt: skip
+    rows = []
+    for kind, of in found.items():
+        each = of["rounds"]
+        spread = f"{statistics.median(each):.2f}x ({min(each):.2f}-{max(each):.2f})"
+        times = [f"{of[name]:.2f}" for name in ("p50", "p99", "longest")]
+        over = f"{of['p99'] / found['free']['p99']:.2f}x"
+        rows.append([kind, str(of["gaps"]), *times, over, spread, f"{of['waited']:.1f}"])
+    head = ["", "gaps", "p50", "p99", "longest", "p99, over free", "of rounds", "waited for a core, ms a second"]
+    _show("Gaps of others' tokens, in ms", head, rows)
     return found
 
 
