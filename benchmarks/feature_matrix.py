@@ -2,12 +2,12 @@
 
     python -m benchmarks.feature_matrix [--configs 1,2] [--faults none,rank,engine] [--markdown docs/speculation.md]
 
-What requests ask for (a grammar, tools, penalties, log-probabilities, several choices, seeds; each, and each pair that
-can be asked for together) is asked of a plain server of one rank in float32, once. Then servers with features of their
-own, several at a time so that each pair of them is there (drafts, prompts in parts, prefixes found again, too little
-memory, priorities, tensor ranks, stages), get the same requests at once, and all tokens must be the same. When the
-first stream is a third through, the victim is killed. A cell of the table says in how many answers both features were
-there, and how many of these had other tokens.
+What requests ask for (a grammar, tools, calls that have to be made, penalties, log-probabilities, several choices,
+seeds; each, and each pair that can be asked for together) is asked of a plain server of one rank in float32, once. Then
+servers with features of their own, several at a time so that each pair of them is there (drafts, prompts in parts,
+prefixes found again, too little memory, priorities, tensor ranks, stages), get the same requests at once, and all
+tokens must be the same. When the first stream is a third through, the victim is killed. A cell of the table says in how
+many answers both features were there, and how many of these had other tokens.
 
 Lanes are of a model with experts, and models and heads that draft must fit the one that is served: servers with these
 have a small random one; the model that drafts for it is another, and so is its head.
@@ -51,12 +51,13 @@ TOOL = {
 ASKS: dict[str, dict[str, Any]] = {
     "grammar": {"structured_outputs": {"json": SCHEMA}},
     "tools": {"tools": [TOOL]},
+    "forced calls": {"tools": [TOOL], "tool_choice": "required"},
     "penalties": {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.2},
     "logprobs": {"logprobs": True, "top_logprobs": 2},
     "n": {"n": 2},
     "seeds": {"temperature": 0.9, "seed": 5, "top_p": 0.95},
 }
-APART = {frozenset({"grammar", "tools"})}  # tools have grammars of their own
+APART = set(map(frozenset, itertools.combinations(("grammar", "tools", "forced calls"), 2)))  # each holds the answer
 TOPIC = "List, and repeat: circle, square, circle, square, triangle, circle, square, circle, square. "
 TOKENS = 40
 PLAIN = ["--dtype", "float32", "--quantization", "none", "--max-model-len", "1024", "--no-enable-prefix-caching"]
