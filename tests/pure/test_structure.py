@@ -82,3 +82,11 @@ def test_what_the_architecture_calls_pure_the_import_contract_holds() -> None:
             found |= {f"{package}.{name.strip('/ ').removesuffix('.py')}" for name in re.split(r"[,·]", listed)}
     assert {"hosts.pool", "executor.health", "server.kept", "core.router"} <= found
     assert not {module for module in found if module not in held and module.partition(".")[0] not in held}
+
+
+def test_no_rank_imports_a_module_of_tests() -> None:
+    """With pytest, torch and Transformers, for seconds of a processor each: a class that ranks are told of by its path
+    is in a module of its own."""
+    files, told = [*(ROOT.parent / "tests").rglob("*.py")], re.compile(r"[\"']tests\.\w+\.test_\w+\.[A-Z]")
+    assert len(files) > 200
+    assert not [file for file in files if told.search(file.read_text())]
