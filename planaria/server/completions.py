@@ -148,22 +148,23 @@ class CompletionWriter:
     def event(self, piece: Piece) -> bytes | Callable[[], bytes]:
         index = piece.choice
         if self.held is None:
-            return self._event(piece)()
+            event = self._event(piece)
+            return event if isinstance(event, bytes) else event()
         prompt = index // self.n
         first = self.streams[prompt].sequences[0]
         if first.prompt_logprobs is None and first.finish is None:
             self.held.setdefault(prompt, []).append(piece)
             return b""
         events = [self._event(p) for p in (*self.held.pop(prompt, ()), piece)]
-        return lambda: b"".join([event() for event in events])
+        return lambda: b"".join([event if isinstance(event, bytes) else event() for event in events])
 
-    def _event(self, piece: Piece) -> Callable[[], bytes]:
-        """What writes the event of a piece; asked for in order."""
+    def _event(self, piece: Piece) -> bytes | Callable[[], bytes]:
+        """The event of a piece, or what writes it; asked for in order."""
         index = piece.choice
         sequence = self.streams[index // self.n].sequences[index % self.n]
         plain = self.envelope.plain and not sequence.versions
         if plain and piece.finish is None and piece.logprobs is None and self.started[index]:
-            return lambda: self.openings[index] + encode_json(piece.text) + self.envelope.closing
+            return self.openings[index] + encode_json(piece.text) + self.envelope.closing
         choice: dict[str, Any] = {"index": index, "text": piece.text, "logprobs": None}
         if self.scoring:
             choice["text"] = ""

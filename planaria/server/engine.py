@@ -305,14 +305,17 @@ class Engine:
         stream = self.streams.get(name)
         if stream is None:
             return
-        if stream.leaving and delta.finish is FinishReason.ABORT:  # the engine has let go of it
-            stream.sent = stream.leaving = False
-            self.admit()
-            return
-        # An engine that ends lets go of what it has: its successor goes on. The root's word of it may come later.
-        if delta.finish is FinishReason.ABORT and (self.restarting or self.tell is not None):
-            return
-        lent = delta.finish is FinishReason.LENT  # it has left this engine, and goes on elsewhere
+        lent = False  # it has left this engine, and goes on elsewhere
+        if delta.finish is not None:  # asked first: a member of an enumeration takes longer than all else here
+            if delta.finish is FinishReason.ABORT:
+                if stream.leaving:  # the engine has let go of it
+                    stream.sent = stream.leaving = False
+                    self.admit()
+                    return
+                # An engine that ends lets go of what it has: its successor goes on. The root's word may come later.
+                if self.restarting or self.tell is not None:
+                    return
+            lent = delta.finish is FinishReason.LENT
         piece = stream.take(msgspec.structs.replace(delta, finish=None) if lent else delta)
         if piece is None:
             return
@@ -321,7 +324,8 @@ class Engine:
             del self.streams[name]
             if piece.cancel and not stream.leaving and not lent:
                 self.send(Cancel(name))
-        self._clear(name)
+        if self.replay is not None or self.quarantine.faults:
+            self._clear(name)
         stream.tell(piece)
         if lent and stream.dispatcher is not None:
             stream.dispatcher.hand_overs.lent(stream, self, delta.lease)

@@ -108,20 +108,28 @@ class EngineConnection:
 
     async def _listen(self) -> None:
         assert self._socket is not None
-        until = 0.0
+        # What has come is read without a future for each message.
+        there: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket.underlying)
         try:
             while True:
-                message = self._decoder.decode(await self._socket.recv())  # which doesn't wait while there are any
-                self.silent, self.heard = 0.0, self.heard + 1
-                if isinstance(message, Dead) and not self._said.done():
-                    self._said.set_result(message)
-                self.hear(message)
-                if time.monotonic() >= until:
+                coming = asyncio.ensure_future(self._socket.recv())
+                if coming.done():  # to wait for it would give nobody a turn
                     await asyncio.sleep(0)
-                    until = time.monotonic() + SLICE
+                data, until = await coming, time.monotonic() + SLICE
+                with contextlib.suppress(zmq.Again):
+                    self._heard(data)
+                    while time.monotonic() < until:
+                        self._heard(there.recv(zmq.NOBLOCK))
         except Exception as e:
             logger.debug("what the engine said could not be used", exc_info=True)
             self.give_up(f"said what can't be: {e}")
+
+    def _heard(self, data: bytes) -> None:
+        message = self._decoder.decode(data)
+        self.silent, self.heard = 0.0, self.heard + 1
+        if isinstance(message, Dead) and not self._said.done():
+            self._said.set_result(message)
+        self.hear(message)
 
     async def last_words(self) -> None:
         """Hear an engine that has ended out: what it said before it said why is read first."""

@@ -168,7 +168,7 @@ class Stream:
         if self.finish is not None:
             return None
         have, finish = len(self.tokens), delta.finish
-        if finish is FinishReason.ERROR or finish is FinishReason.ABORT:
+        if finish is not None and finish in (FinishReason.ERROR, FinishReason.ABORT):
             return self.fail(delta.error or "the engine dropped the request", finish, cancel=False)
         if delta.index != have:
             if delta.index > have:
@@ -194,7 +194,8 @@ class Stream:
         detokenizer = self._detokenizer
         if detokenizer is not None:
             # The token that stopped a sequence is counted, but is no part of the text unless that was asked for.
-            shown = tokens[:-1] if finish is FinishReason.STOP and not self._keep_stop else tokens
+            ended = finish is not None and finish is FinishReason.STOP
+            shown = tokens[:-1] if ended and not self._keep_stop else tokens
             text = detokenizer.push(shown)
             if detokenizer.stop_reason is None and finish is not None:
                 text += detokenizer.finish()
@@ -241,7 +242,8 @@ class Stream:
 
     def tell(self, piece: Piece) -> None:
         """To whom it concerns."""
-        self.heard()
+        if self.goes_on is not None:
+            self.heard()
         if self.dispatcher is not None:
             self.dispatcher.progressed(self, piece)
         if self.sink is not None:
