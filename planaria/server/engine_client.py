@@ -70,6 +70,7 @@ class EngineConnection:
         self.keys: Keys | None = None  # that who comes there needs, where it is open to other nodes
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
+        self._there: zmq.Socket[bytes] | None = None  # the same, to read what has come without a future for each
         self._listener: asyncio.Task[None] | None = None
 
     def connect(self, address: str, prepare: Callable[[zmq.Socket[Any]], None] = lambda socket: None) -> None:
@@ -84,6 +85,7 @@ class EngineConnection:
             self._socket.setsockopt(option, value)
         prepare(self._socket)
         self._socket.connect(address)
+        self._there = zmq.Socket.shadow(self._socket.underlying)
         self._socket.send(b"")
         self._listener = asyncio.create_task(self._listen())
         self.address = address
@@ -108,8 +110,6 @@ class EngineConnection:
 
     async def _listen(self) -> None:
         assert self._socket is not None
-        # What has come is read without a future for each message.
-        there: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket.underlying)
         try:
             while True:
                 coming = asyncio.ensure_future(self._socket.recv())
@@ -118,8 +118,8 @@ class EngineConnection:
                 data, until = await coming, time.monotonic() + SLICE
                 with contextlib.suppress(zmq.Again):
                     self._heard(data)
-                    while time.monotonic() < until:
-                        self._heard(there.recv(zmq.NOBLOCK))
+                    while self._there is not None and time.monotonic() < until:
+                        self._heard(self._there.recv(zmq.NOBLOCK))
         except Exception as e:
             logger.debug("what the engine said could not be used", exc_info=True)
             self.give_up(f"said what can't be: {e}")

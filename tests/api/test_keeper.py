@@ -352,14 +352,16 @@ async def test_an_engine_that_is_always_ahead_leaves_others_their_turn() -> None
         heard += 1
 
     class Full:
-        async def recv(self) -> bytes:
+        def recv(self, flags: int = 0) -> bytes | asyncio.Future[bytes]:
             if heard > 200_000:
                 raise RuntimeError("nobody else had a turn")
-            return said
+            coming = asyncio.get_running_loop().create_future()
+            coming.set_result(said)
+            return said if flags else coming
 
     said = msgspec.msgpack.encode(Output([], EngineStats()))
     handle = EngineHandle(Config.of(), hear)  # type: ignore[arg-type]
-    handle._socket = Full()  # type: ignore[assignment]
+    handle._socket = handle._there = Full()  # type: ignore[assignment]
     listening = asyncio.create_task(handle._listen())
     await asyncio.sleep(0.01)
     assert 0 < heard < 200_000 and not listening.done()
