@@ -9,6 +9,7 @@ operations reduce over the tensor ranks; a pipeline stage has only its layers.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -158,7 +159,7 @@ class Model:
         scores [S, labels], else hidden states [S, H] in the activation dtype; of a stage that isn't the last, the
         residual [T, H]."""
         if self.norm is None:
-            return self._residual(ops)
+            return self._residual(ops, self.layers)
         x = self.norm(ops, self._wanted(ops))
         if self.labels is not None:
             return ops.scores(x, self.labels)
@@ -173,25 +174,24 @@ class Model:
     def forward_all(self, ops: Operations) -> tuple[Act, Act]:
         """As `forward_both`, with the hidden states of all tokens of the step, [T, H]."""
         assert self.norm is not None
-        h, context = self._residual(ops), self.shard.context
+        h, context = self._residual(ops, self.layers), self.shard.context
         x = self.norm(ops, h)
         if context is not None and context.shares:
             everyones = Columns.of_all(self.shard, self.config.hidden_size, "hidden states")
             x = ops.gather(x, dataclasses.replace(context, number=0, count=1), everyones)
         return self._logits(ops, self.norm(ops, ops.take(h))), x
 
-    def _residual(self, ops: Operations) -> Act:
+    def _residual(self, ops: Operations, layers: Sequence[DecoderLayer]) -> Act:
+        """[T, H], after these, which begin with the first."""
         h = self._begin(ops)
-        for layer in self.layers:
+        for layer in layers:
             h = layer(ops, h)
         return h
 
     def _wanted(self, ops: Operations) -> Act:
         """The residual of the positions that the batch wants, [S, H]."""
-        h = self._begin(ops)
-        for layer in self.layers[:-1]:
-            h = layer(ops, h)
-        return self.layers[-1].wanted(ops, h)
+        *others, last = self.layers
+        return last.wanted(ops, self._residual(ops, others))
 
     def _begin(self, ops: Operations) -> Act:
         """What the first layer takes."""

@@ -168,7 +168,7 @@ class Stream:
         if self.finish is not None:
             return None
         have, finish = len(self.tokens), delta.finish
-        if finish is not None and finish in (FinishReason.ERROR, FinishReason.ABORT):
+        if finish is not None and finish in (FinishReason.ERROR, FinishReason.ABORT):  # None first: see Engine.deliver
             return self.fail(delta.error or "the engine dropped the request", finish, cancel=False)
         if delta.index != have:
             if delta.index > have:
