@@ -54,6 +54,9 @@ class Streaming:
     process: subprocess.Popen[str]
 
     def __init__(self, model: str) -> None:
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # which leaves no block, and so no end to this
+            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         self.model = model
         self.http = httpx2.Client(timeout=60)  # kept: to make one takes longer than most answers
 

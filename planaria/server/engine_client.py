@@ -117,14 +117,14 @@ class EngineConnection:
                     await asyncio.sleep(0)
                 data, until = await coming, time.monotonic() + SLICE
                 with contextlib.suppress(zmq.Again):
-                    self._heard(data)
+                    self._take(data)
                     while self._there is not None and time.monotonic() < until:
-                        self._heard(self._there.recv(zmq.NOBLOCK))
+                        self._take(self._there.recv(zmq.NOBLOCK))
         except Exception as e:
             logger.debug("what the engine said could not be used", exc_info=True)
             self.give_up(f"said what can't be: {e}")
 
-    def _heard(self, data: bytes) -> None:
+    def _take(self, data: bytes) -> None:
         message = self._decoder.decode(data)
         self.silent, self.heard = 0.0, self.heard + 1
         if isinstance(message, Dead) and not self._said.done():
