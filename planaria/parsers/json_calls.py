@@ -101,7 +101,7 @@ def hermes(reader: TextReader, out: Findings) -> Wait[None]:
         yield from reader.spaces()
         while (yield from call_object(reader, out)):
             yield from reader.spaces()
-            closed = yield from reader.match("</tool_call>")
+            closed = yield from reader.close("</tool_call>")
             reader.keep()
             if closed or (yield from reader.peek()) != "{":
                 break
@@ -184,11 +184,12 @@ def deepseek_v3(reader: TextReader, out: Findings) -> Wait[None]:
                 follows = (yield from reader.peek()) == "{"
                 if follows and out.declared(name) and (yield from told_arguments(reader, out, name)):
                     yield from reader.spaces()
-                    if fenced and (yield from reader.match("```")):
-                        yield from reader.spaces()
-                    if (yield from reader.match("<｜tool▁call▁end｜>")):
+                    if fenced and (yield from reader.close("```")):
                         reader.keep()
                         yield from reader.spaces()
-                        if (yield from reader.match("<｜tool▁calls▁end｜>")):
+                    if (yield from reader.close("<｜tool▁call▁end｜>")):
+                        reader.keep()
+                        yield from reader.spaces()
+                        if (yield from reader.close("<｜tool▁calls▁end｜>")):
                             reader.drop()
         out.content(reader.kept())

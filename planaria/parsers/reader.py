@@ -90,6 +90,15 @@ class TextReader:
                 return False
             yield
 
+    def close(self, literal: str) -> Wait[bool]:
+        """As `match`; a text that is cut within `literal` has it, too."""
+        found = yield from self.match(literal)
+        rest = self.text[self.at :]
+        if not found and self.ended and rest and literal.startswith(rest):
+            self.take(len(rest))
+            return True
+        return found
+
     def run(self, pattern: re.Pattern[str], put: Put, most: int | None = None) -> Wait[bool]:
         """Read on while characters are of those that `pattern`, a class repeated, matches. False: there are more of
         them than `most`, which are not read."""

@@ -39,7 +39,7 @@ def qwen3_coder(reader: TextReader, out: Findings) -> Wait[None]:
             if whole:
                 reader.keep()
                 yield from reader.spaces()
-                if (yield from reader.match("</tool_call>")):
+                if (yield from reader.close("</tool_call>")):
                     reader.drop()
         out.content(reader.kept())
 

@@ -195,6 +195,20 @@ def test_letter_by_letter_a_call_is_told_as_it_comes(form: str) -> None:
     assert first[0] == OutputEvent("call", "get_weather", 0) and first[-1].kind == "end"
 
 
+@pytest.mark.parametrize("form", CALL_FORMATS)
+def test_what_closes_calls_may_be_cut(form: str) -> None:
+    """By the limit of an answer's tokens: no part of a mark is content."""
+    text, content = WRITTEN[form][0]
+    whole = 0
+    for end in range(len(text), 0, -1):
+        found = parse(form, text[:end])
+        if [end for *_, end in found["calls"]] != ["end", "end"]:
+            break
+        assert found["content"] == content, text[:end][-40:]
+        whole += 1
+    assert whole
+
+
 BROKEN = [
     ("hermes", '<tool_call>{"name": "now", "arguments": {"a": fals}}</tool_call>', '{"a": ', "fals}}</tool_call>"),
     ("hermes", '<tool_call>{"name": "now", "arguments": {"a": "b', '{"a": "b', ""),
