@@ -31,7 +31,7 @@ from planaria.server.response_store import ResponseStore
 from planaria.server.tokenise import LONG_TEXT, Tokenizer
 from planaria.server.transfer import Transfers
 from planaria.server.vectors import need_task
-from planaria.structured.check import PROCESSES
+from planaria.structured.check import LEVELS
 from planaria.structured.spec import field_of
 from planaria.types import SamplingParams
 from planaria.wire import Dead, EngineFacts, Recovery
@@ -76,7 +76,7 @@ class Service(Admission):
         self._numbers = itertools.count()
         self._fingerprint: str | None = None
         self.grammars = grammar_check(tokenizer, lambda: client.facts)
-        self._checks = FairQueue(PROCESSES, "planaria-grammar", MAX_CHECKING)
+        self._checks = [FairQueue(1, f"planaria-grammar-{level}", MAX_CHECKING) for level in range(len(LEVELS))]
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -222,8 +222,9 @@ class Service(Admission):
 
     async def constrained(self, params: SamplingParams, place: str, request: Request) -> SamplingParams:
         """`params` with the grammar of their structured outputs, which are in the request's field `place`. Raises
-        RequestError. One that was compiled lately waits for no other; else API keys, or, where there are none,
-        addresses, have their turns, and nobody waits for longer than `CHECKING`."""
+        RequestError. One that was compiled lately waits for no other, and one that doesn't take long for none that
+        does; else API keys, or, where there are none, addresses, have their turns, and nobody waits for longer than
+        `CHECKING`."""
         known = await self.in_thread(lambda: self.grammars.known(params, place), request.receive)
         if known is not None:
             return known
@@ -231,10 +232,14 @@ class Service(Admission):
         owner = owner_of(request.scope, self.config) or (client.host if client is not None else "")
         try:
             async with asyncio.timeout(CHECKING):
-                work = partial(self.grammars.spelled, params, place)
-                return await self.in_thread(work, request.receive, self._checks.of(owner))
+                for level, checks in enumerate(self._checks):
+                    work = partial(self.grammars.tried, params, place, level)
+                    known = await self.in_thread(work, request.receive, checks.of(owner))
+                    if known is not None:
+                        return known
+                raise AssertionError  # the last level has a verdict
         except (TimeoutError, NoRoom) as e:
-            waited = f"it waited for {CHECKING:g} s" if isinstance(e, TimeoutError) else f"{self._checks.most} wait"
+            waited = f"it waited for {CHECKING:g} s" if isinstance(e, TimeoutError) else f"{MAX_CHECKING} wait"
             raise RequestError(
                 f"{place}: too many grammars are to be compiled: {waited}; send the request again later",
                 param=field_of(place), code="overloaded", status=503,
@@ -301,7 +306,8 @@ class Service(Admission):
 
     def close(self) -> None:
         super().close()
-        self._checks.close()
+        for checks in self._checks:
+            checks.close()
         self.grammars.close()
 
     def abort_all(self, message: str, status: int = 503, code: str = "aborted") -> int:

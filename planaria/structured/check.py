@@ -5,7 +5,6 @@ memory, and is told what is wrong with it. What was said of one is kept, by its 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import math
 import os
@@ -27,11 +26,12 @@ from planaria.types import SamplingParams, StructuredOutputsParams
 logger = logging.getLogger("planaria.structured")
 
 CPU = 1.0  # seconds of a processor for compiling one grammar
+LONGER = 0.1  # seconds of it, after which it is compiled anew where only those are that take as long
+QUICK = 0.01  # and so first: a usual grammar takes a millisecond
+LEVELS = (QUICK, LONGER, CPU)  # of the processes that compile, which are as many
 PATIENCE = 20.0  # seconds to wait for that, on a machine that is busy otherwise
 START = 60.0  # seconds for the process to come up
 MEMORY = 2 << 30  # bytes of addresses it may have
-PROCESSES = 2  # that compile
-OVERTAKEN = 0.05  # seconds that one may compile before others come to the next
 KEPT = 256  # verdicts that are kept
 KEPT_BYTES = 16 << 20  # of their grammars
 
@@ -100,16 +100,17 @@ class _Share:
 
 class GrammarProcess:
     """One that has the vocabulary, and has forks of it compile, another one when a grammar has ended one: that takes
-    milliseconds, and to come up half a second. Not for two threads at once: `lock`."""
+    milliseconds, and to come up half a second. cpu: seconds of a processor for one grammar. Not for two threads at
+    once: `lock`."""
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, vocabulary: Callable[[], Vocabulary], cpu: float) -> None:
+        self._vocabulary, self._cpu = vocabulary, cpu
         self.lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
         self.share: _Share | None = None  # of the fork
         self._asked = 0
         self._heard = bytearray()
-        self.was_up = self._closed = False
+        self._closed = False
 
     def ask(self, line: bytes) -> Verdict | None:
         """None: nobody can tell, as the machine has no time, or the process was ended from outside twice."""
@@ -120,7 +121,6 @@ class GrammarProcess:
             self._asked += 1
             word, answer = (self._exchange(b"%d %b" % (self._asked, line), PATIENCE) if up else None) or (b"", b"")
             if word == UP:
-                logger.warning("a grammar was refused: it %s", TOO_MUCH)
                 self.share = _Share(int(answer))
                 return Verdict(error=TOO_MUCH)
             if word:
@@ -136,8 +136,8 @@ class GrammarProcess:
         """Is it up? Somebody waits for that, once."""
         vocabulary = msgspec.json.encode(self._vocabulary())
         self.process = process = subprocess.Popen(
-            [sys.executable, "-m", "planaria.structured.check_process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, bufsize=0,
+            [sys.executable, "-m", "planaria.structured.check_process", str(self._cpu)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
         )  # fmt: skip
         assert process.stdin is not None
         os.set_blocking(process.stdin.fileno(), False)
@@ -145,7 +145,7 @@ class GrammarProcess:
         said = self._exchange(vocabulary, START)
         if said is None:
             return False
-        self.share, self.was_up = _Share(int(said[1])), True
+        self.share = _Share(int(said[1]))
         return True
 
     def _exchange(self, line: bytes, patience: float) -> tuple[bytes, bytes] | None:
@@ -206,11 +206,11 @@ class GrammarProcess:
 
 
 class GrammarCheck:
-    """vocabulary: made when the first grammar comes. Any thread; a grammar that takes long to compile holds up no other
-    one, but for a second such one."""
+    """vocabulary: made when the first grammar comes. Any thread. A grammar is compiled at one level after the other,
+    each with ten times what the last one had, and at each it waits for those alone that got there, too."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
-        self._processes = [GrammarProcess(vocabulary) for _ in range(PROCESSES)]
+        self._processes = [GrammarProcess(vocabulary, cpu) for cpu in LEVELS]
         self._keeping = threading.Lock()
         self._kept: OrderedDict[bytes, Verdict] = OrderedDict()
         self._kept_bytes = 0
@@ -218,46 +218,41 @@ class GrammarCheck:
     def spelled(self, params: SamplingParams, place: str = "structured_outputs") -> SamplingParams:
         """`params` with the grammar of its structured outputs in their place. Blocks, a second at most where the
         machine has time. Raises RequestError; place: the field of a request that they are in."""
+        return next(found for level in range(len(LEVELS)) if (found := self.tried(params, place, level)) is not None)
+
+    def tried(self, params: SamplingParams, place: str, level: int) -> SamplingParams | None:
+        """`spelled`, at one level; None: its grammar takes more, and is for the next one."""
         given = params.structured_outputs
         if given is None:
             return params
-        return msgspec.structs.replace(params, structured_outputs=None, grammar=self.grammar(given, place))
+        return _held(params, self._verdict(_line(given, place), level), place)
 
     def known(self, params: SamplingParams, place: str) -> SamplingParams | None:
         """What `spelled` gives, if it need not wait for anything to be compiled. Raises RequestError."""
         given = params.structured_outputs
         if given is None:
             return params
-        verdict = self._found(_line(given, place))
-        if verdict is None:
-            return None
-        return msgspec.structs.replace(params, structured_outputs=None, grammar=_grammar(verdict, given, place))
+        return _held(params, self._found(_line(given, place)), place)
 
     def grammar(self, given: StructuredOutputsParams, place: str) -> str:
         """Raises RequestError."""
-        return _grammar(self._verdict(_line(given, place)), given, place)
+        return self.spelled(SamplingParams(structured_outputs=given), place).grammar
 
-    def _verdict(self, line: bytes) -> Verdict:
-        process = self._free()
-        try:
-            verdict = self._found(line)
+    def _verdict(self, line: bytes, level: int) -> Verdict | None:
+        """None: it takes more than it may at this level."""
+        process = self._processes[level]
+        with process.lock:
+            if (verdict := self._found(line)) is not None:
+                return verdict
+            verdict = process.ask(line)
             if verdict is None:
-                verdict = process.ask(line)
-                if verdict is None:
-                    raise RequestError(NO_ANSWER, status=503, code="overloaded")
-                self._keep(line, verdict)
+                raise RequestError(NO_ANSWER, status=503, code="overloaded")
+            if verdict.error == TOO_MUCH:
+                if process is not self._processes[-1]:
+                    return None
+                logger.warning("a grammar was refused: it %s", TOO_MUCH)
+            self._keep(line, verdict)
             return verdict
-        finally:
-            process.lock.release()
-
-    def _free(self) -> GrammarProcess:
-        """With its lock: mostly the first one, which a usual grammar has for a millisecond. Another one starts when
-        what came before takes long."""
-        first = self._processes[0]
-        for process in itertools.cycle(self._processes):
-            if (process is first or first.was_up) and process.lock.acquire(timeout=OVERTAKEN):
-                return process
-        raise AssertionError
 
     def _found(self, line: bytes) -> Verdict | None:
         with self._keeping:
@@ -289,9 +284,12 @@ def _line(given: StructuredOutputsParams, place: str) -> bytes:
         raise RequestError(f"{own} is no text: {e}", param=field_of(place), code="invalid_value") from None
 
 
-def _grammar(verdict: Verdict, given: StructuredOutputsParams, place: str) -> str:
-    """Raises RequestError."""
+def _held(params: SamplingParams, verdict: Verdict | None, place: str) -> SamplingParams | None:
+    """`params` with their grammar, where there is a verdict. Raises RequestError."""
+    given = params.structured_outputs
+    if verdict is None or given is None:
+        return None
     if verdict.error:
         where = ".".join([place_of(given, place), *([verdict.place] if verdict.place else [])])
         raise RequestError(f"{where}: {verdict.error}", param=field_of(place), code="invalid_value")
-    return verdict.grammar
+    return msgspec.structs.replace(params, structured_outputs=None, grammar=verdict.grammar)

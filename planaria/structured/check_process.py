@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from planaria.processes import die_with_parent, leave_signals_to_parent
-from planaria.structured.check import CPU, MEMORY, NICE, UP, Asked, Verdict, Vocabulary
+from planaria.structured.check import MEMORY, NICE, UP, Asked, Verdict, Vocabulary
 from planaria.structured.spec import OutputForm
 
 STACK = 16 << 20  # bytes: a quarter of what those have who follow a grammar
@@ -155,15 +155,15 @@ def _line(text: str) -> str:
     return text if len(text) <= 500 else text[:499] + "…"
 
 
-def serve(compiler: Compiler) -> None:
-    """To the end of standard input."""
+def serve(compiler: Compiler, cpu: float) -> None:
+    """To the end of standard input. cpu: seconds of a processor for each grammar."""
     hear, say = sys.stdin.buffer, sys.stdout.buffer
     say.write(b"%b %d\n" % (UP, os.getpid()))
     say.flush()
     while line := hear.readline():
         number, _, asked = line.partition(b" ")
         source = msgspec.json.decode(asked, type=Asked).source
-        signal.setitimer(signal.ITIMER_PROF, CPU)  # nobody handles its signal, which ends the process
+        signal.setitimer(signal.ITIMER_PROF, cpu)  # nobody handles its signal, which ends the process
         verdict = compiler.verdict(source)
         signal.setitimer(signal.ITIMER_PROF, 0)
         say.write(b"%b %b\n" % (number, msgspec.json.encode(verdict)))
@@ -171,14 +171,14 @@ def serve(compiler: Compiler) -> None:
     os._exit(0)
 
 
-def fork(compiler: Compiler) -> int:
+def fork(compiler: Compiler, cpu: float) -> int:
     """The id of one that serves: with a lower priority, and with a thread for its stack."""
     parent = os.getpid()
     if child := os.fork():
         return child
     die_with_parent(parent)
     os.nice(NICE)
-    thread = threading.Thread(target=serve, args=[compiler])
+    thread = threading.Thread(target=serve, args=[compiler, cpu])
     thread.start()
     thread.join()
     os._exit(1)
@@ -189,8 +189,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK)
-    compiler = Compiler(msgspec.json.decode(sys.stdin.buffer.readline(), type=Vocabulary))
-    while status := os.waitpid(fork(compiler), 0)[1]:
+    cpu, compiler = float(sys.argv[1]), Compiler(msgspec.json.decode(sys.stdin.buffer.readline(), type=Vocabulary))
+    while status := os.waitpid(fork(compiler, cpu), 0)[1]:
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:  # from outside: no grammar does that
             os.kill(os.getpid(), signal.SIGKILL)
 

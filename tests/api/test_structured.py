@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections import Counter
 from concurrent.futures import Future
 
+import msgspec
 import openai
 import pytest
 
 from planaria.server import service
 from planaria.server.fair_queue import FairQueue, NoRoom
-from planaria.structured.check import GrammarProcess, Verdict
+from planaria.structured.check import LEVELS, TOO_MUCH, Asked, GrammarProcess, Verdict
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
 WRONG = {"type": "object", "properties": {"a": {"items": {"uniqueItems": True}}}}
@@ -96,6 +98,42 @@ async def test_one_that_takes_too_much_is_refused_and_others_go_on(server, monke
     assert len(server.engine.submitted) == 4
 
 
+async def test_a_usual_one_waits_behind_none_that_takes_long(server, monkeypatch):
+    """Though these came before it, from the same address, and are as long. Each level compiles those that took more
+    than the one before gives."""
+    compiled, last, go = [], asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def compile(self, line):
+        what, level = msgspec.json.decode(line, type=Asked).source.body[0], LEVELS.index(self._cpu)
+        compiled.append((what, level))
+        if what.startswith("hostile") and self._cpu < LEVELS[-1]:
+            return Verdict(error=TOO_MUCH)
+        if what.startswith("hostile"):
+            loop.call_soon_threadsafe(last.set)
+            assert go.wait(60)
+            return Verdict(error=TOO_MUCH)
+        return Verdict(error=TOO_MUCH) if what == "large" and not level else Verdict(grammar="start: /a/")
+
+    monkeypatch.setattr(GrammarProcess, "ask", compile)
+    async with server.http() as http:
+
+        def send(what):
+            return asyncio.ensure_future(http.post(C, json={"prompt": "Hi", "max_tokens": 2, "guided_choice": [what]}))
+
+        hostile = [send(f"hostile {number}") for number in range(4)]
+        await asyncio.wait_for(last.wait(), 60)
+        for what in ("usual", "large"):
+            assert (await asyncio.wait_for(send(what), 60)).status_code == 200
+        assert not any(waiting.done() for waiting in hostile)
+        go.set()
+        refused = await asyncio.gather(*hostile)
+    assert all(answer.status_code == 400 and "takes more than 1 s" in answer.text for answer in refused)
+    assert [level for what, level in compiled if what == "usual"] == [0]
+    assert [level for what, level in compiled if what == "large"] == [0, 1]
+    assert Counter(level for what, level in compiled if what.startswith("hostile")) == {0: 4, 1: 4, 2: 4}
+
+
 async def test_who_waits_for_a_grammar_is_told_so_in_time(start, monkeypatch):
     """One line for each API key; whoever is in it has an answer, and where it is full, whose most of it is."""
     owners, go, of = [], threading.Event(), FairQueue.of
@@ -131,7 +169,7 @@ async def test_without_api_keys_each_address_has_a_line(server, monkeypatch):
     monkeypatch.setattr(FairQueue, "of", lambda self, owner: owners.append(owner) or of(self, owner))
     async with server.http() as http:
         answer = await http.post(C, json={"prompt": "Hi", "max_tokens": 2, "guided_choice": ["of an address"]})
-    assert answer.status_code == 200 and owners == ["127.0.0.1"]
+    assert answer.status_code == 200 and set(owners) == {"127.0.0.1"}
 
 
 def failed(error):

@@ -552,15 +552,16 @@ def test_after_one_that_takes_too_much_another_fork_compiles(tmp_path: Path, mon
     monkeypatch.setattr(check_module, "PATIENCE", 200.0)
     check = GrammarCheck(lambda: Vocabulary(text, size, size - 1))
     assert check.grammar(StructuredOutputsParams(choice=("a",)), "structured_outputs")
-    one, other = check._processes
+    *others, last = check._processes
     hostile = StructuredOutputsParams(json={"type": "integer", "multipleOf": 9999991})
+    one = others[0]
     process, share = one.process, one.share
-    assert process is not None and share is not None
+    assert process is not None and share is not None and last.process is None
     for _ in range(2):
         with pytest.raises(RequestError, match="takes more than 1 s"):
             check.grammar(hostile, "structured_outputs")
         check._kept.clear()
-    assert one.process is process and one.share is not share and other.process is None
+    assert one.process is process and one.share is not share and last.process is not None
     one._heard += b"1 {}\n"  # of one who waits no longer
     assert "b" in check.grammar(StructuredOutputsParams(choice=("b",)), "structured_outputs")
     check.close()
@@ -615,17 +616,19 @@ def test_objects_have_no_other_properties_where_that_is_asked_for() -> None:
     assert "additionalProperties" not in schema and "additionalProperties" not in inner
 
 
-def test_what_takes_long_to_compile_holds_up_nobody_else(tmp_path: Path) -> None:
-    """Another process has the next grammar, once one has been waited for."""
+def test_what_takes_long_to_compile_holds_up_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the last level has a second for it; who comes meanwhile has the first one."""
+    monkeypatch.setattr(check_module, "LEVELS", (0.3, check_module.CPU))
     size = checkpoints.write_tokenizer(tmp_path)
     text = (tmp_path / "tokenizer.json").read_text()
     check = GrammarCheck(lambda: Vocabulary(text, size, size - 1))
-    assert check.grammar(StructuredOutputsParams(choice=("a",)), "structured_outputs")
-    first, second = check._processes
-    assert second.process is None
-    with first.lock:  # as who compiles has it
-        assert check.grammar(StructuredOutputsParams(choice=("b",)), "structured_outputs")
-    assert second.process is not None
+    schema = {"type": "integer", "multipleOf": 9999991}
+    hostile = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
+    usual = SamplingParams(structured_outputs=StructuredOutputsParams(choice=("b",)))
+    assert check.tried(hostile, "structured_outputs", 0) is None
+    assert check._processes[1].process is None
+    with check._processes[1].lock:  # as who compiles has it
+        assert check.tried(usual, "structured_outputs", 0)
     check.close()
 
 
