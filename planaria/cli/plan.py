@@ -24,6 +24,7 @@ from planaria.errors import CapacityError, ConfigError, PlanariaError, UserError
 from planaria.models import model_config
 from planaria.models.config import ModelConfig
 from planaria.models.deal import deal, deal_tensor
+from planaria.models.linears import linears
 from planaria.models.memory import RankMemory, mib, rank_memory
 from planaria.topology import Cluster, Device, DoesNotFit, Infeasible, Layout, Node, Packing, pack, place
 from planaria.topology.layout import Coords
@@ -357,7 +358,7 @@ def _of_model(options: EngineOptions, question: PlanCase) -> PlanCase:
         demand.check_kv(question.layout)
     notes = _warnings(resolve_experts(parallel, options, options.device, expert_shapes(model, device.dtype), None)[1])
     return msgspec.structs.replace(
-        question, demand=demand, notes=(*question.notes, *notes, *_uncounted(options, parallel))
+        question, demand=demand, notes=(*question.notes, *notes, *_uncounted(options, parallel, model, element))
     )
 
 
@@ -391,8 +392,9 @@ def _draft(
     return DraftDemand(config.model, model, parameter, config.draft_tensor_parallel_size > 1)
 
 
-def _uncounted(options: EngineOptions, parallel: ParallelConfig) -> list[str]:
-    """What takes memory and is not counted here, by option. Raises ConfigError."""
+def _uncounted(options: EngineOptions, parallel: ParallelConfig, model: ModelConfig, element: int) -> list[str]:
+    """What takes memory and is not counted here, by option. element: bytes of an adapter's value. Raises ConfigError."""
+    from planaria.config.resolve import lora_config
     from planaria.config.speculative import speculative_config
     from planaria.config.transfer import CONNECTORS, FLAG, kv_transfer
 
@@ -404,6 +406,9 @@ def _uncounted(options: EngineOptions, parallel: ParallelConfig) -> list[str]:
         if config.kv_connector in CONNECTORS[:2] and config.kv_role != "kv_consumer":  # copies in memory
             held = mib(config.kv_buffer_size)
             found.append(f"not counted: up to {held} of each rank with blocks for other servers ({FLAG})")
+    if (lora := lora_config(options)) is not None:
+        size = sum(map(sum, linears(model).values())) * lora.max_lora_rank * lora.max_loras * element
+        found.append(f"not counted: up to {mib(size)} of a rank with adapters (--max-loras, --max-lora-rank)")
     if options.kv_offloading_size:
         found.append(f"not counted: {options.kv_offloading_size:g} GiB of the node (--kv-offloading-size)")
     return found

@@ -181,7 +181,7 @@ def _tier(options: EngineOptions, device: str) -> TierConfig | None:
     return tier
 
 
-def _lora(options: EngineOptions) -> LoRAConfig | None:
+def lora_config(options: EngineOptions) -> LoRAConfig | None:
     """Raises ConfigError."""
     if not options.enable_lora:
         for name in ("max_loras", "max_lora_rank", "max_cpu_loras"):
@@ -368,7 +368,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         speculative=speculative,
         draft=draft_source(speculative, checkpoint, model, parallel, hub, device.dtype),
         pooling=pooling,
-        lora=_lora(options),
+        lora=lora_config(options),
     )
 
 

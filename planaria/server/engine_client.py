@@ -34,7 +34,9 @@ logger = logging.getLogger("planaria.server")
 
 ENGINE = "planaria.engine_process"  # what an engine's process runs
 LAST_WORDS = 0.5  # seconds the next message of an ended process may still take
-EXIT_TIMEOUT = 10.0  # seconds an engine gets to end by itself
+# Seconds an engine gets to end by itself: it may be importing what joins ranks of nodes, and where it is killed the
+# agents of other nodes wait for its successor.
+EXIT_TIMEOUT = 20.0
 LOOK = 0.25  # seconds between looks at a process that is not known to have ended
 STOPPED = 2.0  # seconds a process may be stopped (SIGSTOP) before it counts as lost
 ROOM = 64  # messages that wait here unread; more of them wait with the engine, which makes fewer of them

@@ -83,7 +83,7 @@ def test_a_recovery_is_no_reason_to_restart() -> None:
 def test_a_rolling_update_waits_for_the_new_and_drains_the_old() -> None:
     spec = one(render(CHART, {**ALONE, "drainSeconds": 120}), "Deployment")["spec"]
     assert spec["strategy"]["rollingUpdate"] == {"maxUnavailable": 0, "maxSurge": 1}
-    assert spec["template"]["spec"]["terminationGracePeriodSeconds"] == 140
+    assert spec["template"]["spec"]["terminationGracePeriodSeconds"] == 150
     assert "--shutdown-timeout=120" in spec["template"]["spec"]["containers"][0]["args"]
 
 

@@ -155,7 +155,7 @@ def test_an_engine_is_lost_while_streams_run(server: Server, expected: list[Outc
         some[0].connection.request("GET", "/health")
         body = json.loads(some[0].connection.getresponse().read())
         assert body["engine_restarts"] == before + 1 and body["last_fault"]["engine"] == 1
-        assert body["last_fault"]["phase"] == "step" and body["ready"]
+        assert body["last_fault"]["phase"] in ("step", "idle") and body["ready"]  # it may have answered all that it had
 
 
 def test_an_engine_that_is_told_to_end_is_replaced(server: Server, expected: list[Outcome]) -> None:  # noqa: F811

@@ -275,6 +275,10 @@ def test_what_is_not_counted_is_said_by_name(plan: Any) -> None:
         "smollm2", "--speculative-config", '{"method": "eagle", "model": "/a/head"}', "--kv-offloading-size", "2"
     )
     assert "not counted: /a/head, the head that drafts" in head.out and "not counted: 2 GiB" in head.out
+    several = ("--enable-lora", "--max-loras", "8", "--max-lora-rank", "64", "--dtype", "bfloat16")
+    each = 30 * ((576 + 192) * 2 + 576 * 4 + (1536 + 576) * 3)  # rows and columns of a layer's matrices
+    assert f"not counted: up to {each * 64 * 8 * 2 >> 20} MiB of a rank with adapters" in plan("smollm2", *several).out
+    assert plan("smollm2", "--max-loras", "8").code == 2  # as `serve` says
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ metadata:
   {{- end }}
 spec:
   # Draining, plus what ends it, plus the pause of preStop.
-  terminationGracePeriodSeconds: {{ add .Values.drainSeconds 20 }}
+  terminationGracePeriodSeconds: {{ add .Values.drainSeconds 30 }}
   automountServiceAccountToken: false
   enableServiceLinks: false
   securityContext:
