@@ -393,7 +393,7 @@ def _draft(
 
 
 def _uncounted(options: EngineOptions, parallel: ParallelConfig, model: ModelConfig, element: int) -> list[str]:
-    """What takes memory and is not counted here, by option. element: bytes of an adapter's value. Raises ConfigError."""
+    """What takes memory and is not counted here. element: bytes of an adapter's value. Raises ConfigError."""
     from planaria.config.resolve import lora_config
     from planaria.config.speculative import speculative_config
     from planaria.config.transfer import CONNECTORS, FLAG, kv_transfer
