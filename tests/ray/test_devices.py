@@ -154,12 +154,13 @@ def test_a_tensor_group_on_several_nodes_is_warned_of(cluster: Any, caplog: pyte
     two, three, inside = launcher(2), launcher(3), launcher(1, driver_inside=True, wait=0.0)
     try:
         with caplog.at_level(logging.WARNING, "planaria.ray"):
-            assert len({place.host for place in two.start()}) == 1 and not caplog.records
+            assert len({place.host for place in two.start()}) == 1
             with pytest.raises(CapacityError, match="driver's node"):
                 inside.start()
             two.kill()
             assert len({place.host for place in three.start()}) == 2
-        assert [record.getMessage() for record in caplog.records] == [
+        said = [record.getMessage() for record in caplog.records]  # on a busy machine that it waits, too
+        assert [line for line in said if "tensor ranks" in line] == [
             "tensor ranks 0, 1, 2 are on several nodes: each layer's sums cross the network"
         ]
     finally:
