@@ -161,6 +161,8 @@ class _Keeper(threading.Thread):
                 child.kill()
 
     def see_to(self, act: Callable[..., object], *child: LocalChild) -> None:
+        if any(each.ended for each in child):  # this round has seen it end: its descriptors may be somebody else's now
+            return
         try:
             act(*child)
         except Exception:

@@ -117,8 +117,9 @@ async def test_processes_are_listed_while_draining(start):
         request = asyncio.create_task(http.post(C, json=BODY))
         await server.engine.until(lambda: server.engine.submitted)
         server.stop.set()
-        while (await http.get("/v1/models")).status_code != 503:
-            await asyncio.sleep(0)
+        async with asyncio.timeout(60):
+            while (await http.get("/v1/models")).status_code != 503:
+                await asyncio.sleep(0)
         answer = await http.get("/admin/processes")
         assert answer.status_code == 200 and answer.json()["processes"][0]["state"] == "draining"
         server.engine.gate.set()

@@ -146,8 +146,9 @@ async def test_no_descriptors_for_another_connection(server, monkeypatch, caplog
     with caplog.at_level(logging.WARNING):
         async with connected(server) as (reader, writer):
             writer.write(GET)
-            while not tried:
-                await asyncio.sleep(0)
+            async with asyncio.timeout(60):
+                while not tried:
+                    await asyncio.sleep(0)
             for _ in range(100):
                 await asyncio.sleep(0)
             assert tried == 1, "in each turn of the event loop it was tried again"

@@ -70,8 +70,9 @@ async def test_a_recovery_that_lasts_is_no_progress(start: Any) -> None:
         task = asyncio.create_task(http.post(C, json={"prompt": "x", "max_tokens": 3}))
         await engine.until(lambda: engine.open)
         engine.on_recovery(NOTICE)
-        while (answer := await http.get("/health")).status_code == 200:
-            pass
+        async with asyncio.timeout(60):
+            while (answer := await http.get("/health")).status_code == 200:
+                pass
         body = answer.json()
         assert body["live"] and body["ready"] and not body["progressing"]
         assert body["why"].startswith("recovering for ") and "no step for" in body["why"]

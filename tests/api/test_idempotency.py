@@ -111,8 +111,9 @@ async def opened(server, http, body, **headers):
 
 async def events_of(answer, count, into):
     """Read events of a stream until there are so many; the parts that were read stay in `into`."""
-    while b"".join(into).count(b"\n\n") < count:
-        into.append(await anext(answer))
+    async with asyncio.timeout(60):
+        while b"".join(into).count(b"\n\n") < count:
+            into.append(await anext(answer))
 
 
 async def test_a_stream_that_runs_is_joined_from_its_beginning(server):

@@ -327,8 +327,8 @@ async def test_an_engine_that_loads_or_has_ended_is_not_asked(client: Client) ->
 
 async def test_all_who_ask_hear_the_answer(client: Client) -> None:
     asked = [asyncio.create_task(client.keeper.report()) for _ in range(2)]
-    while len(client.now.sent) < 2:
-        await asyncio.sleep(0)
+    await settle()
+    assert len(client.now.sent) == 2
     client.now.hear(Processes([ROW]))
     assert await asyncio.gather(*asked) == [[ROW], [ROW]]
     client.now.hear(Processes([ROW]))  # the second question's answer: nobody waits

@@ -212,8 +212,9 @@ async def test_draining(server):
         open_request = asyncio.create_task(_post(http, {**LONG, "stream": True}))
         await engine.until(lambda: engine.open)
         server.stop.set()
-        while (await other.get("/health")).json()["ready"]:
-            pass
+        async with asyncio.timeout(60):
+            while (await other.get("/health")).json()["ready"]:
+                pass
         health = await other.get("/health")
         assert health.status_code == 503 and health.json()["why"] == "the server is shutting down"
         assert health.json()["live"] and health.json()["progressing"]
@@ -304,20 +305,23 @@ async def test_health_means_progress(start):
         engine.gate.clear()
         task = asyncio.create_task(_post(http, {**LONG, "stream": True}))
         await engine.until(lambda: engine.open)
-        while (health := await http.get("/health")).status_code == 200:
-            pass
+        async with asyncio.timeout(60):
+            while (health := await http.get("/health")).status_code == 200:
+                pass
         body = health.json()
         assert (body["live"], body["ready"], body["progressing"]) == (True, True, False)
         assert "no step for" in body["why"]
         assert (await http.post("/tokenize", json={"prompt": "x"})).status_code == 200
         engine.step()
-        while (await http.get("/health")).status_code != 200:  # on a busy machine that took longer than 0.05 s
-            engine.step()
+        async with asyncio.timeout(60):
+            while (await http.get("/health")).status_code != 200:  # on a busy machine that took longer than 0.05 s
+                engine.step()
         engine.gate.set()
         await task
         engine.stats = EngineStats(waiting=1)  # queued by another front end
-        while (await http.get("/health")).status_code == 200:
-            pass
+        async with asyncio.timeout(60):
+            while (await http.get("/health")).status_code == 200:
+                pass
 
 
 def test_sockets():
@@ -382,7 +386,7 @@ class Process:
     def __exit__(self, *exc) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.communicate()
+        self.process.communicate(timeout=60)
 
     def signal(self, number) -> None:
         self.process.send_signal(number)

@@ -46,6 +46,11 @@ class End:
                 await self.news.wait()
         return self.heard
 
+    async def over(self) -> None:
+        """Until the other end has hung up."""
+        async with asyncio.timeout(30):
+            await self.gone.wait()
+
     def close(self) -> None:
         self.packets.close()
         for fd in self.fds:
@@ -110,12 +115,12 @@ async def test_who_asks_is_told_why_not(pieces: Pieces) -> None:
 
     ends = [await pieces.come()]
     ends[0].packets.send(Ask(PROTOCOL + 1, "9.9"))
-    await ends[0].gone.wait()
+    await ends[0].over()
     asked(0, "release 9.9")
     pieces.engine.state = "loading"
     ends.append(await pieces.come())
     ends[1].packets.send(Ask(PROTOCOL, "1"))
-    await ends[1].gone.wait()
+    await ends[1].over()
     asked(1, "engine 0 is loading")
     pieces.engine.state = "ready"
     ends.append(await pieces.come())
@@ -126,7 +131,7 @@ async def test_who_asks_is_told_why_not(pieces: Pieces) -> None:
     assert given.getsockname() == pieces.sock.getsockname()
     given.close()
     ends.append(await pieces.come())
-    await ends[3].gone.wait()
+    await ends[3].over()
     asked(3, f"process {os.getpid()} takes its place already")
     assert pieces.handing.state == "asked"
     for end in ends:

@@ -63,7 +63,7 @@ class PacketCable:
     def close(self) -> None:
         self._over = True
         os.eventfd_write(self._bell, 1)
-        self._thread.join()
+        self._thread.join(60)
         for fd in (*self._ends, self._bell):
             os.close(fd)
 

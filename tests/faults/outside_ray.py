@@ -91,7 +91,7 @@ def by_killer(scene: Scene, name: str) -> None:
         said, _ = killer.communicate(timeout=40)
     finally:
         killer.kill()
-        killer.wait()
+        killer.wait(60)
     if killer.returncode:
         errors = [line for line in said.splitlines() if "Error" in line]
         raise Wrong(f"the killer ended with exit code {killer.returncode}: {' '.join(errors)}")

@@ -91,7 +91,7 @@ def test_two_devices(what: str) -> None:
         for rank in ranks:
             rank.send_signal(signal.SIGCONT)
             rank.kill()
-            rank.wait()
+            rank.wait(60)
 
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64}

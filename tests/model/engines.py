@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ from planaria.node import Memories
 from planaria.types import FinishReason, SamplingParams
 from planaria.wire import EngineResized, FromEngine, Output, Recovery, ResizeEngine, Submit
 from tests.proc.servers import wait_until
+
+LIMIT = 240.0  # seconds for what takes a few when nothing else runs
 
 
 class Engine:
@@ -76,13 +79,22 @@ class Engine:
         params = SamplingParams(temperature=0, ignore_eos=True)
         for i, (prompt, count) in enumerate(asked):
             self.loop.handle(Submit(f"r{i}", prompt, params, i, count))
+        end = time.monotonic() + LIMIT
         while self._open:
+            assert time.monotonic() < end, f"{len(self._open)} requests don't end"
             if harm is not None and self._count > at:
                 harm()
                 harm = None
             if not self.loop.step():
                 self.loop.check()
         return list(self.tokens.values())
+
+    def finish(self) -> None:
+        """What is still being done with no request."""
+        end = time.monotonic() + LIMIT
+        while self.loop.busy():
+            assert time.monotonic() < end, "it stays busy"
+            self.loop.step()
 
     def kill(self, rank: int, how: int) -> None:
         os.kill(self.pids[rank], how)

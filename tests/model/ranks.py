@@ -18,6 +18,7 @@ from planaria.protocol import Command, Hello, Join, Ready, Regroup, Reply
 from planaria.topology import Layout
 from tests.model.rank_main import serve
 
+LIMIT = 240.0  # seconds for an answer
 CONTEXT = multiprocessing.get_context("forkserver")  # ranks begin in a fork of a process that has imported torch
 CONTEXT.set_forkserver_preload(["tests.model.rank_main"])
 
@@ -63,6 +64,7 @@ class Ranks:
 
     def answer(self, rank: int) -> Reply:
         """The rank's next reply."""
+        assert self.ends[rank].poll(LIMIT), f"rank {rank} says nothing"
         reply: Reply = self.ends[rank].recv()
         return reply
 
@@ -82,5 +84,5 @@ class Ranks:
         for proc in self.procs:
             proc.kill()
         for proc, end in zip(self.procs, self.ends, strict=True):
-            proc.join()
+            proc.join(LIMIT)
             end.close()

@@ -178,7 +178,7 @@ def test_it_ends_with_its_owner() -> None:
         end = os.pidfd_open(int(owner.stdout.readline()))
     finally:
         owner.kill()
-        owner.wait()
+        owner.wait(30)
     try:
         assert readable(end, 30)
     finally:

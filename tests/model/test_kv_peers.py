@@ -164,7 +164,9 @@ class Liar:
                 for part, bytes_ in self.say(said) if isinstance(said, AskBlocks) else ():
                     self.socket.send_multipart([route, msgspec.msgpack.encode(part), bytes_])
         except zmq.ContextTerminated:
-            self.socket.close(0)
+            pass
+        finally:
+            self.socket.close(0)  # else nothing ends its context
 
     def close(self) -> None:
         self.context.term()

@@ -71,8 +71,7 @@ def engine(model: str, folder: Path, *, tp: int = 1, **options: Any) -> Engine:
 
 def settle(engine: Engine) -> TierStats:
     """When all is saved that is to be."""
-    while engine.loop.busy():
-        engine.loop.step()
+    engine.finish()
     return tier_of(engine)
 
 

@@ -39,9 +39,11 @@ from planaria.mesh.mesh import Mesh
 from planaria.mesh.nccl import NcclComm
 from planaria.mesh.segment import create_segment, fence_segment
 from planaria.mesh.staged import StagedComm
+from planaria.node import process_state
 from planaria.protocol import Hello
 from planaria.topology import Layout
 from planaria.worker.torch_stage import TorchStage
+from tests.proc.servers import wait_until
 
 SOON = 15.0  # seconds: sooner than any deadline here
 
@@ -299,13 +301,13 @@ def stopped() -> Iterator[dict[str, GlooComm]]:
     peer = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:
         comms = {name: GlooComm(store, name, 0, (10, 11)) for name in WAITS}
-        os.waitid(os.P_PID, peer.pid, os.WSTOPPED)
+        wait_until("it is stopped", lambda: process_state(peer.pid) == "T")
         yield comms
         for comm in comms.values():
             comm.close()
     finally:
         peer.kill()
-        peer.wait()
+        peer.wait(60)
 
 
 @pytest.mark.parametrize("wait", WAITS)
@@ -329,7 +331,7 @@ def test_gloo_names_a_killed_process() -> None:
     command = [sys.executable, "-c", STOPPED.format(signal="SIGKILL"), str(port), "group"]
     peer = subprocess.Popen(command, stdout=subprocess.PIPE)
     comm = GlooComm(store, "group", 0, (10, 11))
-    peer.wait()
+    peer.wait(60)
     since = time.monotonic()
     with pytest.raises(CollectiveAborted, match="rank 11 is gone") as lost:
         comm.receive(np.zeros(32), 1)

@@ -99,7 +99,7 @@ def test_where_they_cannot_be_had_those_of_before_stay(
         for level in (None, 2):
             if level is not None:
                 llm.sleep(level)
-            answer = llm._ask(asked, llm._loop.handle).result()
+            answer = llm._ask(asked, llm._loop.handle).result(60)
             assert answer.error and llm.weights_version == 0 and llm.is_sleeping == (level is not None), answer
             llm.wake_up()
             assert tokens(llm) == told[0]
@@ -218,7 +218,7 @@ def test_where_there_is_no_room_for_both_it_is_said(
     with LLM(folders[0], **OPTIONS) as llm:
         monkeypatch.setattr(new_weights, "available_memory", lambda: 1000)
         asked = llm._weights(folders[1], beside=True)
-        assert "have no room beside those in force" in llm._ask(asked, llm._loop.handle).result().error
+        assert "have no room beside those in force" in llm._ask(asked, llm._loop.handle).result(60).error
         assert llm.weights_version == 0 and tokens(llm) == told[0]
 
 

@@ -258,7 +258,7 @@ def test_a_killed_rank_is_named_by_the_others(small: EngineConfig, tp: int, pp: 
 
         def stop() -> int:
             ranks.procs[victim].kill()
-            ranks.procs[victim].join()
+            ranks.procs[victim].join(60)
             return victim
 
         since = time.monotonic()

@@ -370,7 +370,7 @@ def test_what_was_begun_for_a_late_row_is_one_other_rows(tmp_path: Path, monkeyp
     compiled.set()
     one = sampler._rows[1].constraint
     assert one is not None and one.ready is not None
-    one.ready.result()
+    one.ready.result(60)
     text, late = "", set[int]()
     while len(text) < 3:
         more, late = drawn(0, 1)
@@ -498,7 +498,7 @@ def test_who_compiles_grammars_is_killed(tmp_path: Path, monkeypatch: pytest.Mon
     for thread in os.listdir(f"/proc/{share.id}/task"):
         assert os.getpriority(os.PRIO_PROCESS, int(thread)) >= check_module.NICE
     os.kill(share.id, signal.SIGKILL)
-    before.wait()
+    before.wait(60)
     assert check.grammar(second, "structured_outputs") and check._processes[0].process is not before
     share = check._processes[0].share
     assert share is not None

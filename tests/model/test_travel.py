@@ -127,7 +127,7 @@ def test_an_exchange_that_fails_beside_steps_is_told_at_the_next_chance(folder: 
     rank.check()
     pair.groups[1].abort("its epoch is over")
     for thread in waiting:
-        thread.join()
+        thread.join(60)
     with pytest.raises(CollectiveAborted):
         rank.check()
     rank.leave()

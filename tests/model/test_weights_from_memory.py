@@ -82,7 +82,7 @@ def test_another_process_may_have_them_and_end(folders: list[str], told: list[li
         async def main() -> int:
             await engine.update_weights(handle=handle)
             process.kill()
-            process.wait()
+            process.wait(30)
             with pytest.raises(ModelError, match=f"process {process.pid} shares no such memory any more"):
                 await engine.update_weights(handle=handle)
             await engine.sleep(2)

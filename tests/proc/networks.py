@@ -76,7 +76,7 @@ class Networks:
         """With whatever still runs there."""
         assert self._remover.stdin is not None
         self._remover.stdin.close()
-        self._remover.wait()
+        self._remover.wait(60)
 
 
 def ip(*args: str) -> None:

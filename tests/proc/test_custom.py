@@ -15,7 +15,7 @@ from planaria.errors import CallFailed, EngineDead, PlanariaError, UserError
 from planaria.executor import status
 from planaria.wire import Report
 from tests.proc import custom
-from tests.proc.servers import SMALL, alive, needs_smollm2, planaria
+from tests.proc.servers import SMALL, alive, needs_smollm2, planaria, wait_until
 
 pytestmark = needs_smollm2
 
@@ -132,8 +132,7 @@ def test_ranks_that_cannot_be_looked_into_say_their_memory(two: LLM, monkeypatch
     monkeypatch.setattr(two._loop, "emit", heard.append)
     two._loop.handle(Report())
     assert not heard
-    while not heard:
-        two._loop.step()
+    wait_until("they have said it", lambda: (two._loop.step(), heard)[1])
     (answer,) = heard
     assert [row.pid for row in answer.processes[1:]] == two.facts.ranks
     assert all(row.resident > 10 << 20 and row.state == "idle" for row in answer.processes)

@@ -30,12 +30,6 @@ def lanes(folder: Path) -> Iterator[Engine]:
         yield engine
 
 
-def finish(engine: Engine) -> None:
-    """What is still being done with no request."""
-    while engine.loop.busy():
-        engine.loop.step()
-
-
 def test_a_rank_that_stays_reads_nothing(
     lanes: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,7 +44,7 @@ def test_a_rank_that_stays_reads_nothing(
     before = Reads(stays)
     for dp in (1, 2):
         assert lanes.run(ASKED, 30, lambda dp=dp: ask_for(lanes.loop, ResizeEngine(f"to {dp}", 1, 1, dp))) == expected
-        finish(lanes)
+        lanes.finish()
         assert (lanes.resized[-1].id, lanes.resized[-1].error) == (f"to {dp}", "") and len(lanes.pids) == dp
         travel = lanes.recoveries[-1].travel
         assert travel is not None and travel.read == 0 and travel.moved == travel.needed == EXPERTS // 2 * EXPERT_BYTES
@@ -72,7 +66,7 @@ def test_a_rank_dies_while_it_sends_what_it_has(lanes: Engine, expected: list[li
 
     before = len(lanes.recoveries)
     assert lanes.run(ASKED, 40, harm) == expected
-    finish(lanes)
+    lanes.finish()
     assert (lanes.resized[-1].id, lanes.resized[-1].error, len(lanes.pids)) == ("fewer", "", 1)
     fault, change = lanes.recoveries[before:]
     assert (fault.kind, fault.ranks, change.kind) == ("fault", [1], "layout")
@@ -94,7 +88,7 @@ def test_the_one_that_has_them_all_dies_while_another_joins(
         return ask(command, *more)
 
     lanes.loop.handle(ResizeEngine("one", 1, 1, 1))  # unless it is so already
-    finish(lanes)
+    lanes.finish()
     assert len(lanes.pids) == 1
     monkeypatch.setattr(lanes.loop.gang, "ask", harm)
     assert lanes.run(ASKED, 40, lambda: ask_for(lanes.loop, ResizeEngine("more", 1, 1, 2))) == expected
@@ -144,7 +138,7 @@ def test_lanes_come_and_go_and_die_in_any_way(folder: Path, way: str) -> None:
         for dp in (1, 2):
             wish = ResizeEngine(f"to {dp}", tp, pp, dp)
             assert engine.run(ASKED, 30, lambda wish=wish: ask_for(engine.loop, wish)) == expected
-            finish(engine)
+            engine.finish()
             assert (engine.resized[-1].id, engine.resized[-1].error) == (wish.id, "")
             travel = engine.recoveries[-1].travel
             assert travel is not None and travel.read == 0
@@ -188,7 +182,7 @@ def test_groups_of_experts_after_a_dense_layer(tmp_path: Path, way: str) -> None
         for dp in (1, 2):
             wish = ResizeEngine(f"to {dp}", tp, pp, dp)
             assert engine.run(ASKED, 30, lambda wish=wish: ask_for(engine.loop, wish)) == expected
-            finish(engine)
+            engine.finish()
             travel = engine.recoveries[-1].travel
             assert engine.resized[-1].error == "" and travel is not None and travel.read == 0 < travel.moved
         assert engine.run(ASKED, 40, lambda: engine.kill(1, signal.SIGKILL)) == expected

@@ -183,7 +183,9 @@ def test_engines_plan_alike(world: int, depth: int) -> None:
             if i % 3 == 2:
                 loop.step()
         loop.handle(Cancel("r4"))
+        end = time.monotonic() + 60
         while loop.busy():
+            assert time.monotonic() < end, "it is busy for ever"
             loop.step()
         loop.close()
         deltas = [delta for message in heard if isinstance(message, Output) for delta in message.deltas]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import itertools
 import json
@@ -22,7 +23,7 @@ import pytest
 from planaria.hosts import forkserver, local
 from planaria.hosts.host import Program
 from planaria.hosts.local import HERE, LocalChild, LocalHost
-from planaria.node import process_state
+from planaria.node import process_state, readable
 from tests.proc.servers import PATIENCE, alive, limit_for, wait_until
 
 BIG = [bytes([number]) * (1 << 20) for number in range(3)]  # each more than a pipe takes
@@ -85,7 +86,7 @@ def test_it_lives_longer_than_the_thread_that_asked_for_it() -> None:
     started: list[LocalChild] = []
     thread = threading.Thread(target=lambda: started.append(start("1")))
     thread.start()
-    thread.join()
+    thread.join(PATIENCE)
     started[0].tell(b"still there?")
     wait_until("it answers", lambda: bool(started[0].said))
     end(*started)
@@ -128,6 +129,30 @@ def test_one_that_cannot_be_watched_is_ended_and_the_others_are_not(
     well.tell(b"and you?")
     wait_until("it answers", lambda: bool(well.said))
     end(well)
+
+
+def test_whose_end_was_seen_is_not_looked_at_again_in_that_round() -> None:
+    """Its end and what it said may be there together, in any order. Its descriptors were closed with it, and have
+    other meanings by then."""
+    child, keeper = start("1"), local.keeper()
+
+    def round() -> bytes:
+        (reads, writes), number = os.pipe(), child.says
+        child.kill()
+        assert readable(child.process.exit, PATIENCE)
+        keeper.see_to(keeper._exited, child)
+        assert fcntl.fcntl(reads, fcntl.F_DUPFD_CLOEXEC, number) == number
+        os.write(writes, b"somebody else's")
+        os.set_blocking(number, False)  # else who reads it a second time would wait for ever
+        keeper.see_to(keeper._hear, child)
+        keeper.see_to(keeper._exited, child)
+        try:
+            return os.read(number, 100) if readable(reads) else b""
+        finally:
+            for each in (reads, writes, number):
+                os.close(each)
+
+    assert keeper.done(round) == b"somebody else's" and not child.said and child.code == -9
 
 
 FORKS = {"tests.proc.kept": ["colorsys", "numpy"]}  # the second one starts threads where it may
@@ -244,7 +269,7 @@ def test_forks_end_with_who_keeps_them_whatever_has_become_of_their_server_and_o
     server.kill()
     fork.suspend()
     keeper.kill()
-    keeper.wait()
+    keeper.wait(PATIENCE)
     wait_until("it has ended", lambda: not alive(fork.pid))
     keeper.stdout.close()
 
@@ -277,7 +302,7 @@ def test_while_a_server_is_waited_for_others_are_seen_to(forking: LocalHost, mon
     other = start("ends")
     assert not LocalHost().await_ends([other], PATIENCE) and waits.is_alive()
     server.resume()
-    waits.join()
+    waits.join(PATIENCE)
     assert server_of(found[0]) == server
     end(one, *found)
 

@@ -203,6 +203,7 @@ def test_a_rank_refuses_what_isnt_a_command() -> None:
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.LINGER, 0)
+    router.setsockopt(zmq.RCVTIMEO, round(LIMIT * 1000))
     router.setsockopt(zmq.CURVE_SERVER, 1)
     router.setsockopt(zmq.CURVE_SECRETKEY, keys.driver.secret.encode())
     number = router.bind_to_random_port("tcp://127.0.0.1")

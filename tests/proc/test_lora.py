@@ -92,7 +92,7 @@ def test_a_request_ends_with_what_it_began_with(small: Path, adapters: list[Path
         assert post(url, "load", lora_name="mine", lora_path=str(folder)).status_code == 200
         assert post(url, "unload", lora_name="mine").status_code == 200
         assert ask(url, "other") == peft_tokens(small, adapters[1], PROMPT, 6)  # it waited for the slot
-        running.join()
+        running.join(120)
         assert found == [before] and found[0][:6] == peft_tokens(small, adapters[0], PROMPT, 6)
 
 

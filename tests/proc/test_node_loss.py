@@ -230,7 +230,7 @@ def test_an_agent_that_no_driver_comes_back_to_ends() -> None:
     node = Agent(parallel, fits, SECRET, EQUAL, join_timeout=1.0)
     with pytest.raises(CapacityError, match=r"no node 0 at 127\.0\.0\.1 port"):
         node.run()
-    starting.join()
+    starting.join(60)
     assert started and not node.kept and not any(alive(place.pid) for place in started)
 
 

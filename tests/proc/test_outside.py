@@ -42,7 +42,7 @@ def linked(cabled: CarriedNetworks) -> Iterator[TcpLink]:
     finally:
         link.close()
         rank.kill()
-        rank.wait()
+        rank.wait(LIMIT)
 
 
 def test_what_a_bad_cable_does_to_packets_is_done_to_no_message(cabled: CarriedNetworks, linked: TcpLink) -> None:

@@ -137,6 +137,7 @@ def listener() -> Iterator[tuple[str, list[bytes]]]:
                 while True:
                     connection, _ = sock.accept()
                     with connection:
+                        connection.settimeout(10)
                         heard.append(connection.recv(4096))
                         connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 16\r\n\r\n" + b'{"processes": []}')
 
@@ -144,7 +145,7 @@ def listener() -> Iterator[tuple[str, list[bytes]]]:
         thread.start()
         yield str(sock.getsockname()[1]), heard
         sock.shutdown(socket.SHUT_RDWR)
-        thread.join()
+        thread.join(SOON)
 
 
 def titled(title: str) -> subprocess.Popen[bytes]:

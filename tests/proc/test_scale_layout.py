@@ -41,7 +41,7 @@ def test_requests_go_on_in_every_layout(server: Server, expected: object) -> Non
             changing[0].start()
 
     assert run(server, harm) == expected
-    changing[0].join()
+    changing[0].join(240)
     assert found == ["tp=1 pp=1", "tp=1 pp=2", "tp=2 pp=2"]
     body = health(server)
     assert body["last_fault"] is None and body["last_layout_change"]["layout"] == "tp=2 pp=2"

@@ -286,5 +286,5 @@ def test_a_log_that_nobody_reads_stops_nobody(small: Path) -> None:
         assert server.wait(PATIENCE) == 0
     finally:
         server.kill()
-        server.wait()
+        server.wait(PATIENCE)
         os.close(hear)

@@ -117,7 +117,7 @@ def test_an_engine_killed_while_it_is_loaded_loses_no_request(
     seen = states(server)[second]
     for pid in set(server.engine_pids()) - before:
         os.kill(pid, signal.SIGKILL)
-    thread.join()
+    thread.join(240)
     assert found == [expected[second]] and seen in (LOADING, LOADED)
 
 
@@ -131,7 +131,7 @@ def test_an_engine_killed_while_it_is_unloaded_loses_no_request(
     wait_until("there is no room", lambda: states(server)[first] != LOADED)
     with contextlib.suppress(ProcessLookupError):  # it has gone by itself
         os.kill(pid, signal.SIGKILL)
-    thread.join()
+    thread.join(240)
     assert found == [expected[second]]
 
 
@@ -150,7 +150,7 @@ def test_an_engine_killed_while_others_wait_for_its_place_loses_nothing(
     wait_until("they wait", lambda: sum(models(server, "waiting").values()) == 2)
     os.kill(pid, signal.SIGKILL)
     for thread in (busy, *(thread for thread, _ in others)):
-        thread.join()
+        thread.join(240)
     assert answers == [tokens_of(before)]
     assert [found for _, found in others] == [[expected[second]], [expected[third]]]
 
@@ -172,8 +172,8 @@ def test_a_server_that_drains_answers_who_waits_for_a_model(folders: list[str]) 
         second, found = asked(server, "b")
         wait_until("it waits", lambda: models(server, "waiting")["b"])
         server.process.send_signal(signal.SIGTERM)
-        first.join()
-        second.join()
+        first.join(240)
+        second.join(240)
         assert len(busy[0]) == 900 and len(found[0]) == TOKENS, found
         assert server.ended() == 0
 

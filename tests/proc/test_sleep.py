@@ -62,7 +62,8 @@ def interrupted(server: Server, between: Any) -> list[Outcome]:
 
     thread = threading.Thread(target=carry_out)
     found = run(server, lambda tokens: thread.start() if tokens == 20 else None, streams=STREAMS)
-    thread.join()
+    thread.join(2 * PATIENCE)
+    assert not thread.is_alive()
     if failures:
         raise failures[0]
     return found

@@ -98,7 +98,7 @@ def test_a_file_of_texts_is_gone_on_with(talker: Path, tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-m", "planaria", "batch", str(source), str(out), *OPTIONS])
     wait_until("some are answered", lambda: journal.exists() and journal.read_bytes().count(b"\n") > AT)
     process.kill()
-    process.wait()
+    process.wait(PATIENCE)
     assert not out.exists()
     for path in (out, whole):
         run = planaria("batch", str(source), str(path), *OPTIONS)

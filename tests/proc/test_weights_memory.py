@@ -76,7 +76,7 @@ def test_a_writer_that_dies_half_way_leaves_nothing_and_another_begins_anew(memo
         assert heard == [0.5] and waiter.is_alive()
     finally:
         process.kill()
-        process.wait()
+        process.wait(10)
     waiter.join(10)
     (part,) = found
     assert isinstance(part, UnwrittenPart)
