@@ -53,13 +53,13 @@ from benchmarks.schemas import FEATURES, drawn
 from planaria import LLM, SamplingParams
 from planaria.checkpoint import resolve_checkpoint
 from planaria.errors import RequestError
-from planaria.kernels import sampling_library
 from planaria.server.tokenise import load_tokenizer
 from planaria.structured.check import TOO_MUCH, GrammarCheck, Vocabulary
 from planaria.structured.constraint import Constraint, Constraints
 from planaria.structured.spec import form_of
 from planaria.structured.vocabulary import make_vocabulary
 from planaria.types import StructuredOutputsParams
+from planaria.worker.sampler import Sampler
 
 OUT = Path(__file__).resolve().parent / "out"
 UP = "up"  # is said by what runs beside, when it does
@@ -134,6 +134,8 @@ def parts(options: argparse.Namespace) -> dict[str, float]:
         made._begin(constraint, json.dumps({"grammars": [{"json_schema": source.body}]}))
         return constraint, time.thread_time() - since
 
+    sampler = Sampler(1, size)
+    sampler.warm_up()
     begins = [begun({**PET, "title": str(i)})[1] for i in range(20)]
     found = {"a schema that is new, median": statistics.median(begins), "a schema that is new, most": max(begins)}
     for kind, greedy in (("a token", False), ("a greedy row's token", True)):
@@ -144,8 +146,9 @@ def parts(options: argparse.Namespace) -> dict[str, float]:
             logits[0, token] = 1.0
             since = time.thread_time()
             if constraint.settle(logits[0], greedy=greedy) is None:
-                constraint.ban(logits, 0, sampling_library.load().ban(logits))
-                constraint.drawn = token
+                assert sampler._kernels is not None
+                constraint.drawn, _ = constraint.draw(logits, 0, sampler._kernels.allowed(logits, [0], 0))
+                assert constraint.drawn == token
             each.append(time.thread_time() - since)
         assert not constraint.error, constraint.error
         found |= {f"{kind}, mean": statistics.mean(each), f"{kind}, median": statistics.median(each),

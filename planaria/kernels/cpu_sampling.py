@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 import numba
 import numpy as np
 
-from planaria.kernels.sampling_library import BANNED, BLOCK, BROKEN, BUCKETS, GRAIN, OK
+from planaria.kernels.sampling_library import BANNED, BLOCK, BROKEN, BUCKETS, FEW, GRAIN, OK
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -262,6 +262,61 @@ def _cut(
     return line[base + ids[0]], np.int64(ids[taken - 1]), mass + taken * each
 
 
+@_jit
+def _choose(
+    line, bits, base, size, row, scales, top_k, top_p, limits, seeds, positions,
+    tops, top_bits, block_masses, counts, masses, digit_counts, digit_masses, buckets, block_weights,
+    ids, keys, weights,
+):  # fmt: skip
+    """A token of one line of logits, and its flag. The arguments: see `sample_lines`."""
+    blocks = (size + BLOCK - 1) // BLOCK
+    top = _greatest(bits, base, size, tops, top_bits)
+    if not top < _INFINITY:
+        return np.int64(0), np.int64(BROKEN)
+    if top == _NEGATIVE_INFINITY:
+        return np.int64(0), np.int64(BANNED)
+    scale = scales[row]
+    if scale == 0:
+        return np.int64(_first(line, base, tops, top)), np.int64(OK)
+    k, share = top_k[row], top_p[row]
+    limit = limits[row] if limits[row] < _LIMIT else _LIMIT
+    least, last = _NEGATIVE_INFINITY, size
+    if k > 0 or share < 1:
+        _fill(line, base, size, tops, top, scale, limit, k, counts, masses, buckets, block_weights)
+        need = k if k > 0 else _NEVER
+        mass = np.int64(0)
+        if k > 0:
+            least, last, mass = _cut(
+                line, bits, base, size, tops, top, scale, limit, need, _NEVER,
+                counts, masses, digit_counts, digit_masses, buckets, ids, keys, weights,
+            )  # fmt: skip
+        else:
+            for b in range(BUCKETS):
+                mass += masses[b]
+        if share < 1:
+            exact = share * np.float64(mass)
+            goal = np.int64(exact)
+            goal += np.int64(np.float64(goal) < exact)
+            least, last, mass = _cut(
+                line, bits, base, size, tops, top, scale, limit, need, goal,
+                counts, masses, digit_counts, digit_masses, buckets, ids, keys, weights,
+            )  # fmt: skip
+    total = np.int64(0)
+    for b in range(blocks):
+        mass = np.int64(0)
+        if tops[b] >= least and (top - tops[b]) * scale <= limit:
+            mass = _mass(line, base, b * BLOCK, min((b + 1) * BLOCK, size), top, scale, limit, least, last)
+        block_masses[b] = mass
+        total += mass
+    point = np.int64(high_product(draw_bits(seeds[row], _u(positions[row])), _u(total)))
+    b = 0
+    while point >= block_masses[b]:
+        point -= block_masses[b]
+        b += 1
+    token = _pick(line, base, b * BLOCK, min((b + 1) * BLOCK, size), top, scale, limit, least, last, point)
+    return np.int64(token), np.int64(OK)
+
+
 def sample_lines(
     line, bits, size, begin, end, rows, scales, top_k, top_p, limits, seeds, positions,
     tops, top_bits, block_masses, counts, masses, digit_counts, digit_masses, buckets, block_weights,
@@ -273,63 +328,49 @@ def sample_lines(
     By row: scales log2(e) / temperature or 0 for greedy, top_k or 0, top_p, limits -log2(min_p) or infinity, seeds,
     positions. By line: tokens, and flags OK, BROKEN (NaN or infinity) or BANNED (nothing to choose from), token 0.
     """
-    blocks = (size + BLOCK - 1) // BLOCK
     for i in range(begin, end):
-        row, base = rows[i], i * size
-        if row < 0:
-            continue
-        tokens[i] = 0
-        top = _greatest(bits, base, size, tops, top_bits)
-        if not top < _INFINITY:
-            flags[i] = BROKEN
-            continue
-        if top == _NEGATIVE_INFINITY:
-            flags[i] = BANNED
-            continue
-        flags[i] = OK
-        scale = scales[row]
-        if scale == 0:
-            tokens[i] = _first(line, base, tops, top)
-            continue
-        k, share = top_k[row], top_p[row]
-        limit = limits[row] if limits[row] < _LIMIT else _LIMIT
-        least, last = _NEGATIVE_INFINITY, size
-        if k > 0 or share < 1:
-            _fill(line, base, size, tops, top, scale, limit, k, counts, masses, buckets, block_weights)
-            need = k if k > 0 else _NEVER
-            mass = np.int64(0)
-            if k > 0:
-                least, last, mass = _cut(
-                    line, bits, base, size, tops, top, scale, limit, need, _NEVER,
-                    counts, masses, digit_counts, digit_masses, buckets, ids, keys, weights,
-                )  # fmt: skip
-            else:
-                for b in range(BUCKETS):
-                    mass += masses[b]
-            if share < 1:
-                exact = share * np.float64(mass)
-                goal = np.int64(exact)
-                goal += np.int64(np.float64(goal) < exact)
-                least, last, mass = _cut(
-                    line, bits, base, size, tops, top, scale, limit, need, goal,
-                    counts, masses, digit_counts, digit_masses, buckets, ids, keys, weights,
-                )  # fmt: skip
-        total = np.int64(0)
-        for b in range(blocks):
-            mass = np.int64(0)
-            if tops[b] >= least and (top - tops[b]) * scale <= limit:
-                mass = _mass(
-                    line, base, b * BLOCK, min((b + 1) * BLOCK, size), top, scale, limit, least, last
-                )  # fmt: skip
-            block_masses[b] = mass
-            total += mass
-        point = np.int64(high_product(draw_bits(seeds[row], _u(positions[row])), _u(total)))
-        b = 0
-        while point >= block_masses[b]:
-            point -= block_masses[b]
-            b += 1
-        tokens[i] = _pick(
-            line, base, b * BLOCK, min((b + 1) * BLOCK, size), top, scale, limit, least, last, point
+        if rows[i] >= 0:
+            tokens[i], flags[i] = _choose(
+                line, bits, i * size, size, rows[i], scales, top_k, top_p, limits, seeds, positions,
+                tops, top_bits, block_masses, counts, masses, digit_counts, digit_masses, buckets, block_weights,
+                ids, keys, weights,
+            )  # fmt: skip
+
+
+def sample_allowed(
+    line, bits, size, i, row, allowed, scales, top_k, top_p, limits, seeds, positions,
+    tops, top_bits, block_masses, counts, masses, digit_counts, digit_masses, buckets, block_weights,
+    ids, keys, weights, few, few_bits, few_ids, found,
+):  # fmt: skip
+    """`sample_lines` of line i, of those tokens whose bits are set in the words of `allowed`: by themselves where they
+    are few; else all others' logits become -infinity. found: token and flag."""
+    base, n = i * size, np.int64(0)
+    for first in range(0, size, 64):
+        word = allowed[first >> 6]
+        if word != _u(0) and n <= FEW:
+            for j in range(min(64, size - first)):
+                few[n], few_ids[n] = line[base + first + j], first + j  # each has room for 64 more
+                n += np.int64((word >> _u(j)) & _u(1))
+    if n == 0:
+        found[0], found[1] = 0, BANNED
+    elif n <= FEW:
+        token, flag = _choose(
+            few, few_bits, 0, n, row, scales, top_k, top_p, limits, seeds, positions,
+            tops, top_bits, block_masses, counts, masses, digit_counts, digit_masses, buckets, block_weights,
+            ids, keys, weights,
+        )  # fmt: skip
+        found[0], found[1] = few_ids[token] if flag == OK else 0, flag
+    else:
+        for first in range(0, size, 64):
+            word = allowed[first >> 6]
+            if word != _ALL:
+                for j in range(min(64, size - first)):
+                    x = line[base + first + j]
+                    line[base + first + j] = x if (word >> _u(j)) & _u(1) else _NEGATIVE_INFINITY
+        found[0], found[1] = _choose(
+            line, bits, base, size, row, scales, top_k, top_p, limits, seeds, positions,
+            tops, top_bits, block_masses, counts, masses, digit_counts, digit_masses, buckets, block_weights,
+            ids, keys, weights,
         )  # fmt: skip
 
 
@@ -389,16 +430,7 @@ def edit_line(
         line[base + seen[i]] = x - (presence if counts[i] > 0 else _f(0.0))
 
 
-def ban_line(line, base, size, allowed):
-    """-infinity, in place on one row's logits, for every token whose bit is not set in the words of `allowed`."""
-    for first in range(0, size, 64):
-        word = allowed[first >> 6]
-        if word != _ALL:
-            for j in range(min(64, size - first)):
-                x = line[base + first + j]
-                line[base + first + j] = x if (word >> _u(j)) & _u(1) else _NEGATIVE_INFINITY
-
-
 FUNCTIONS: dict[str, Callable[..., None]] = {
-    "sample_lines": sample_lines, "logprob_lines": logprob_lines, "edit_line": edit_line, "ban_line": ban_line,
+    "sample_lines": sample_lines, "logprob_lines": logprob_lines, "edit_line": edit_line,
+    "sample_allowed": sample_allowed,
 }  # fmt: skip

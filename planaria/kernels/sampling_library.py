@@ -20,6 +20,7 @@ from planaria import cache, env
 from planaria.kernels.objects import CodeMachine, ensure, object_file
 
 BLOCK = 128  # logits that are looked at, or not, together
+FEW = 1024  # tokens that are allowed, whose logits are worth to be gathered
 GRAIN = 16  # buckets per power of two
 BUCKETS = 41 * GRAIN  # y in [0, 41); beyond it every weight is 0
 OK, BROKEN, BANNED = 0, 1, 2
@@ -30,7 +31,7 @@ ENTRIES = {
     "sample_lines": "f i n n n q f q d f Q q f i q q q q q i q i q q q q",
     "logprob_lines": "f i n n n n q f i f q q q",
     "edit_line": "f n n q n q f n q f x x x",
-    "ban_line": "f n n Q",
+    "sample_allowed": "f i n n n Q f q d f Q q f i q q q q q i q i q q f i q q",
 }
 Array = npt.NDArray[Any]
 
@@ -53,7 +54,10 @@ class Scratch:
             np.zeros(size, np.int64),  # their keys
             np.zeros(size, np.int64),  # their weights
         ]
-        self._arrays = arrays
+        few: list[Array] = [np.zeros(FEW + 64, np.float32), np.zeros(FEW + 64, np.int64)]  # logits and ids
+        self.found = np.zeros(2, np.int64)
+        self.few = [a.ctypes.data for a in (few[0], *few, self.found)]
+        self._arrays = arrays + few
         self.tops = [self._tops.ctypes.data] * 2
         self.addresses = self.tops + [a.ctypes.data for a in arrays]
 
@@ -99,10 +103,17 @@ class SamplingKernels:
             repetition, frequency, presence,
         )  # fmt: skip
 
-    def ban(self, logits: Array) -> Callable[[int, int], None]:
-        """`ban_line` of lines of these; told a line, and the address of words of 64 bits, one for each logit."""
-        address, size, ban_line = logits.ctypes.data, logits.shape[1], self._functions["ban_line"]
-        return lambda line, allowed: ban_line(address, line * size, size, allowed)
+    def allowed(self, logits: Array, scratch: Scratch, settings: list[int]) -> Callable[[int, int, int], list[int]]:
+        """`sample_allowed` of lines of these: told a line, its row, and the address of words of 64 bits, one for each
+        logit, it gives a token and a flag. `settings` are the addresses from `scales` to `positions`."""
+        address, size, sample = logits.ctypes.data, logits.shape[1], self._functions["sample_allowed"]
+
+        def one(line: int, row: int, allowed: int) -> list[int]:
+            sample(address, address, size, line, row, allowed, *settings, *scratch.addresses, *scratch.few)
+            found: list[int] = scratch.found.tolist()
+            return found
+
+        return one
 
 
 _lock = threading.Lock()

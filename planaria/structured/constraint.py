@@ -46,7 +46,8 @@ COMPILING, FOLLOWING, ASIDE = range(3)  # what threads do
 TOO_COMPLEX = "the grammar of structured_outputs is too complex"
 
 VocabularyOf = Callable[[int], "llguidance.LLTokenizer"]  # by the token that stands for the end
-Ban = Callable[[int, int], None]  # of a line, and where a bit for each token allowed is in memory
+# Of a line, and where a bit for each token allowed is in memory: a token of these, or an error.
+Draw = Callable[[int, int], tuple[int, str]]
 Key = tuple[str, tuple[int, ...], tuple[int, ...], bool]  # grammar, ends, output, goes_on
 
 
@@ -185,20 +186,21 @@ class Constraint:
         allowed = np.frombuffer(self.allowed, np.uint8)
         return np.unpackbits(~allowed, count=self.size, bitorder="little").view(np.bool_)
 
-    def ban(self, logits: Any, line: int, kernel: Ban | None = None) -> str:
-        """Set what is not allowed to -inf, in a line of logits (an array, or a tensor on any device). kernel: that does
-        it, for an array. Returns the row's error, "": none. A row that must end does, whatever else was banned."""
+    def draw(self, logits: Any, line: int, draw: Draw | None = None) -> tuple[int | None, str]:
+        """What is drawn from a line of logits, and the row's error, "": none. None: that is left to others, and what is
+        not allowed is -inf from now on, in an array, or a tensor on any device. A row that must end does, whatever else
+        was banned."""
         if self.error or self.over:
-            return self.error
+            return None, self.error
         if self.must_end:
             logits[line] = -np.inf
             logits[line, self.eos_ids] = 0.0
-        elif kernel is not None:
-            kernel(line, self.address)
+        elif draw is not None:
+            return draw(line, self.address)
         else:
             banned = self._banned()
             logits[line, banned if isinstance(logits, np.ndarray) else _like(logits, banned)] = -np.inf
-        return ""
+        return None, ""
 
 
 def _yield_to_others() -> None:
@@ -266,13 +268,13 @@ class Constraints:
                 constraint.ready = ready
 
     def bind(
-        self, bound: Sequence[tuple[int, Constraint]], logits: Any, kernel: Callable[[Any], Ban] | None = None,
+        self, bound: Sequence[tuple[int, Constraint]], logits: Any, draw: Callable[[int], Draw] | None = None,
         greedy: Container[int] = (),
     ) -> tuple[dict[int, str], dict[int, int]]:  # fmt: skip
-        """Ban what may not be drawn from these lines of logits. kernel: makes that of `Constraint.ban`; greedy: lines
-        whose greatest logit is drawn where it may come. Returns errors by line, of which one that is empty is of a row
-        that is late, and has `late` from now on; and, for lines of which that is clear without a mask, what is drawn:
-        these are left as they are, and `take` isn't to be told."""
+        """Draw from these lines of logits, or ban what may not be drawn. draw: makes that of `Constraint.draw`, for
+        each thread; greedy: lines whose greatest logit is drawn where it may come. Returns errors by line, of which one
+        that is empty is of a row that is late, and has `late` from now on; and, by line, what is drawn, of which `take`
+        isn't to be told."""
         waiting = [constraint for _, constraint in bound if constraint.ready is not None and not constraint.late]
         alone = self.ahead or len(waiting) == len(logits)
         deadline = time.monotonic() + (PATIENCE if alone else BESIDE) if waiting else 0.0
@@ -289,31 +291,37 @@ class Constraints:
         errors: dict[int, str] = {}
         drawn: dict[int, int] = {}
         masked: list[tuple[int, Constraint]] = []
+        alone = self.ahead or self.threads == 1 or len(bound) < 2 * WORTH_A_THREAD
         for line, constraint in bound:
             if constraint.late:
+                errors[line] = ""
                 continue
-            token = constraint.settle(None if self.ahead else logits[line], greedy=line in greedy, look=False)
+            token = constraint.settle(None if self.ahead else logits[line], greedy=line in greedy, look=alone)
             if token is None:
                 masked.append((line, constraint))
                 continue
             drawn[line] = token
             if constraint.slow:
                 self._aside([constraint], ASIDE)
-
-        def mask(lines: list[tuple[int, Constraint]], ban: Ban | None) -> None:
-            for line, constraint in lines:
-                constraint.settle()
-                if error := constraint.ban(logits, line, ban):
-                    errors[line] = error
-
         # Threads share the interpreter, so they have what takes long without it, and nothing else.
-        parts = 1 if self.ahead else max(1, min(self.threads, len(masked) // WORTH_A_THREAD))
-        ban = kernel(logits) if masked and kernel is not None else None
-        others = [self._threads()[FOLLOWING].submit(mask, masked[part::parts], ban) for part in range(1, parts)]
-        mask(masked[::parts], ban)
-        for other in others:
-            other.result()
-        errors |= {line: "" for line, constraint in bound if constraint.late}
+        parts = 1 if alone else max(1, min(self.threads, len(masked) // WORTH_A_THREAD))
+        draws = [draw(part) if draw is not None else None for part in range(parts if masked else 0)]
+
+        def work(part: int) -> list[tuple[int, Constraint, int | None, str]]:
+            found = []
+            for line, constraint in masked[part::parts]:
+                if not alone:
+                    constraint.settle()
+                found.append((line, constraint, *constraint.draw(logits, line, draws[part])))
+            return found
+
+        others = [self._threads()[FOLLOWING].submit(work, part) for part in range(1, parts)]
+        for line, constraint, token, error in [*work(0), *(one for other in others for one in other.result())]:
+            if error:
+                errors[line] = error
+            elif token is not None:
+                drawn[line] = token
+                self.take([(constraint, token)])
         return errors, drawn
 
     def _keep(self, constraint: Constraint) -> None:

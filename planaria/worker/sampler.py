@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from planaria.kernels.sampling_library import BANNED, BROKEN, OK, SamplingKernels, Scratch, load
 from planaria.protocol import Fresh
-from planaria.structured.constraint import Constraint, Constraints
+from planaria.structured.constraint import Constraint, Constraints, Draw
 from planaria.types import TokenLogprobs
 from planaria.worker import sampling
 from planaria.worker.rng import draw_bits
@@ -36,6 +36,8 @@ _log = logging.getLogger(__name__)
 
 _SEED_MASK = 2**64 - 1
 _LINES_WORTH_A_THREAD = 8  # handing work to a thread costs as much as a few lines
+
+_SAID = {OK: "", BROKEN: sampling.BROKEN, BANNED: sampling.BANNED}  # by flag
 
 _Ids = npt.NDArray[np.int64]
 _NO_IDS: _Ids = np.zeros(0, np.int64)
@@ -327,7 +329,7 @@ class Sampler:
         """`_choose`, where constraints bind some of the lines. They move on by what was drawn."""
         constraints = self.constraints
         assert constraints is not None
-        refused, clear = self._bind(logits, bound, {i for i, _ in bound if rows[i] not in self._drawing})
+        refused, clear = self._bind(logits, rows, bound, {i for i, _ in bound if rows[i] not in self._drawing})
         for i in refused:
             if not refused[i]:
                 states[i].constraint = constraints.late  # its own may be another row's by the next step
@@ -352,12 +354,14 @@ class Sampler:
                 sampling.edit(logits[i], *change)
 
     def _bind(
-        self, logits: Any, bound: list[tuple[int, Constraint]], greedy: set[int]
+        self, logits: Any, rows: list[int], bound: list[tuple[int, Constraint]], greedy: set[int]
     ) -> tuple[dict[int, str], dict[int, int]]:
-        """Ban what grammars don't allow, in place. greedy: of these lines those that are. Returns errors by line, and
-        tokens of lines for which it is clear what is drawn."""
+        """Draw for these lines, or ban what grammars don't allow, in place. greedy: of these lines those that are.
+        Returns errors by line, and the tokens that are drawn."""
         assert self.constraints is not None
-        return self.constraints.bind(bound, logits, None if self._kernels is None else self._kernels.ban, greedy)
+        kernels = self._kernels
+        draw = None if kernels is None else lambda part: kernels.allowed(logits, rows, part)
+        return self.constraints.bind(bound, logits, draw, greedy)
 
     def _choose(
         self, logits: Any, rows: list[int], states: list[_Row], clear: Mapping[int, int] | None = None
@@ -453,7 +457,7 @@ class _Kernels:
         self._pool = ThreadPoolExecutor(threads - 1, "sampler") if threads > 1 else None
         self._tables = tables
         self._addresses = [table.ctypes.data for table in tables]
-        self.edit, self.ban = self._library.edit, self._library.ban
+        self.edit = self._library.edit
 
     def close(self) -> None:
         if self._pool is not None:
@@ -473,9 +477,20 @@ class _Kernels:
         self._split(n, lambda begin, end, s: self._library.sample(lines, begin, end, s, settings, addresses))
         failed = {}
         if out[1].any():
-            messages = {BROKEN: sampling.BROKEN, BANNED: sampling.BANNED}
-            failed = {i: messages[flag] for i, flag in enumerate(out[1].tolist()) if flag}
+            failed = {i: _SAID[flag] for i, flag in enumerate(out[1].tolist()) if flag}
         return out[0].tolist(), failed
+
+    def allowed(self, logits: npt.NDArray[np.float32], rows: list[int], part: int) -> Draw:
+        """part: of the threads, each of which has its own."""
+        while len(self._scratch) <= part:
+            self._scratch.append(Scratch(logits.shape[1]))
+        sample = self._library.allowed(logits, self._scratch[part], self._addresses)
+
+        def draw(line: int, allowed: int) -> tuple[int, str]:
+            token, flag = sample(line, rows[line], allowed)
+            return token, _SAID[flag]
+
+        return draw
 
     def logprobs(self, lines: npt.NDArray[np.float32], targets: Sequence[int], k: int) -> list[TokenLogprobs]:
         """`sampling.raw_logprobs`."""

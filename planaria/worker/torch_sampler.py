@@ -59,9 +59,9 @@ class TorchSampler(Sampler):
 
     @torch.inference_mode()
     def _bind(
-        self, logits: Any, bound: list[tuple[int, Constraint]], greedy: set[int]
+        self, logits: Any, rows: list[int], bound: list[tuple[int, Constraint]], greedy: set[int]
     ) -> tuple[dict[int, str], dict[int, int]]:
-        return super()._bind(logits, bound, set())
+        return super()._bind(logits, rows, bound, set())
 
     def _choose(
         self, logits: Any, rows: list[int], states: list[Any], clear: Mapping[int, int] | None = None

@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planaria.kernels.sampling_library import FEW
 from planaria.protocol import Fresh
 from planaria.types import SamplingParams
 from planaria.worker import sampler as sampler_module
@@ -174,6 +175,36 @@ def test_kernels_agree_on_a_real_vocabulary(kind: str) -> None:
             x[:, rng.choice(size, 60)] += rng.exponential(3, 60).astype(np.float32) + 6
         assert len({repr(sampler.sample(x.copy(), list(range(8)))) for sampler in samplers}) == 1
     samplers[0].close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1088, 3001])
+def test_what_is_drawn_of_those_allowed_is_drawn_with_all_others_banned(kind: str, size: int) -> None:
+    """Few of them, which are gathered, and many."""
+    choices = [Params(), Params(temperature=0), Params(top_k=7), Params(top_p=0.9, min_p=0.01), Params(top_k=2000)]
+    rng, drawn, rows = np.random.default_rng(size), 0, list(range(len(choices)))
+    samplers = [make(len(choices), size, way) for way in ("kernels", "plain")]
+    for row, params in enumerate(choices):
+        for sampler in samplers:
+            sampler.enter(row, fresh(params, seed=row))
+    kernels = samplers[0]._kernels
+    assert kernels is not None
+    for count in (0, 1, 63, 64, FEW - 1, FEW, FEW + 1, size):
+        logits = random_logits(rng, kind, len(rows), size)
+        allowed = np.zeros((len(rows), size), np.bool_)
+        for line in allowed:
+            line[rng.choice(size, count, replace=False)] = True
+        tokens, _, errors = samplers[1].sample(np.where(allowed, logits, np.float32(-np.inf)), rows)
+        for part in range(2):
+            copy = logits.copy()
+            draw = kernels.allowed(copy, rows, part)
+            for row in rows:
+                words = np.zeros(-(-size // 64), np.uint64)
+                words.view(np.uint8)[: -(-size // 8)] = np.packbits(allowed[row], bitorder="little")
+                assert draw(row, words.ctypes.data) == (tokens[row], errors.get(row, ""))
+                drawn += row not in errors
+        samplers[0]._positions += 1
+    assert drawn > 20
 
 
 def test_kernels_draw_the_same_bits() -> None:

@@ -29,7 +29,6 @@ from benchmarks.schemas import FEATURES, drawn
 from planaria import LLM, SamplingParams, StructuredOutputsParams
 from planaria.checkpoint import resolve_checkpoint
 from planaria.errors import RequestError
-from planaria.kernels import sampling_library
 from planaria.node import readable
 from planaria.processes import can_give_way
 from planaria.protocol import Fresh
@@ -196,7 +195,6 @@ def test_what_a_row_may_draw_is_what_the_grammar_allows(
     """At every token, whoever looks and however many rows there are; and the same from the midst of an output."""
     monkeypatch.setattr(constraint, "PATIENCE", 60.0)
     monkeypatch.setattr(constraint, "BESIDE", 60.0)
-    kernels = sampling_library.load() if kind != "ahead" else None
     last = checkpoints.write_tokenizer(tmp_path) - 1
     tokens = make_vocabulary((tmp_path / "tokenizer.json").read_text(), size, last)
     grammar = LLMatcher.grammar_from_regex(r"[^x]{2,5}(ab|cd)*")
@@ -213,7 +211,7 @@ def test_what_a_row_may_draw_is_what_the_grammar_allows(
         resumed = [enter(False), enter(True)]
         lines = [*rows, *resumed]
         logits = np.zeros((len(lines), size), np.float32)
-        errors, clear = constraints.bind(list(enumerate(lines)), logits, kernels and kernels.ban)
+        errors, clear = constraints.bind(list(enumerate(lines)), logits)
         assert not errors
         for i, line in enumerate(logits):
             if i in clear:  # resumed ones have looked already, in the thread that compiles
@@ -229,7 +227,7 @@ def test_what_a_row_may_draw_is_what_the_grammar_allows(
         constraints.take([(row, token) for i, row in enumerate(rows) if i not in clear])
     constraints.take([(row, last) for row in rows])
     logits = np.zeros((len(rows), size), np.float32)
-    assert constraints.bind(list(enumerate(rows)), logits, kernels and kernels.ban) == ({}, {})
+    assert constraints.bind(list(enumerate(rows)), logits) == ({}, {})
     assert not logits.any()  # it has ended: what is still drawn is nobody's
     constraints.close()
 
@@ -243,8 +241,9 @@ HELD = [
 
 @pytest.mark.parametrize("greedy", [True, False])
 def test_what_is_clear_without_a_mask_is_what_one_would_give(tmp_path: Path, greedy: bool) -> None:
-    """Tokens one after the other, of a row that may know what comes without a mask, and of one that never does; of a
-    vocabulary with whole words and beginnings of words: a mask lets a word that must come come as a whole."""
+    """Tokens one after the other, of a row that may know what comes without a mask, and is drawn by the kernel for what
+    is allowed, and of one that does neither; of a vocabulary with whole words and beginnings of words: a mask lets a
+    word that must come come as a whole."""
     eos_id = checkpoints.write_tokenizer(tmp_path) - 1
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
     model, size = tokenizer["model"], eos_id + 1
@@ -260,8 +259,12 @@ def test_what_is_clear_without_a_mask_is_what_one_would_give(tmp_path: Path, gre
     for number, form in enumerate(HELD * 4):
         grammar = compiler.verdict(form_of(StructuredOutputsParams(**form), "structured_outputs")).grammar
         assert grammar, form
-        samplers = [Sampler(1, size, constraints=Constraints(size, lambda _: vocabulary)) for _ in range(2)]
-        params = SamplingParams(temperature=0 if greedy else 1, grammar=grammar, ignore_eos=bool(number % 2))
+        samplers = [
+            Sampler(1, size, plain=plain, constraints=Constraints(size, lambda _: vocabulary))
+            for plain in (False, True)
+        ]
+        more = {"top_k": 3} if number % 3 == 1 else {"top_p": 0.9} if number % 3 == 2 else {}
+        params = SamplingParams(temperature=0 if greedy else 1, grammar=grammar, ignore_eos=bool(number % 2), **more)  # type: ignore[arg-type]
         for sampler in samplers:
             sampler.warm_up()
             sampler.enter(0, Fresh(array("i", [1]), 1, params, number, (eos_id,)))
