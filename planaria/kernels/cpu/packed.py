@@ -7,9 +7,10 @@ float32. The order of additions is that of micro.py's rule.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from planaria.kernels.blocks import BLOCK, LEVELS, BlockKind
+from planaria.kernels.blocks import BlockKind
+from planaria.kernels.cpu import superblocks
 from planaria.kernels.cpu.codes import place as place_codes
 from planaria.kernels.cpu.emit import F32, I32, Function
 from planaria.kernels.cpu.micro import (
@@ -17,131 +18,10 @@ from planaria.kernels.cpu.micro import (
     H32,
     dispatcher,
     finish,
-    prefetch,
 )
-from planaria.kernels.cpu.rounded import B32, INTRINSICS, InPairs, form_of, half_of, host_has, joined, round_rows
+from planaria.kernels.cpu.rounded import INTRINSICS, form_of, round_rows
 from planaria.kernels.cpu.target import Target
-
-
-class Unpack:
-    """A block of 32 along K of one packed panel."""
-
-    def __init__(self, target: Target, kind: BlockKind) -> None:
-        self.target, self.kind, self.groups = target, kind, BLOCK // kind.group
-        self.block_bytes = 64 * kind.bits
-        self.scale_bytes = kind.both * (16 * self.groups if kind.small else 32)
-        self.shared_bytes = kind.both * 32 if kind.small else 0
-        self.scales = self.groups if kind.small else 1  # vectors of `factors`
-        self.count = self.scales * kind.both
-        self.words = [""] * 2  # of each plane, which the next codes are in
-
-    def places(self, f: Function, scales: str, blocks: str, block: str) -> tuple[str, str]:
-        """Addresses of a block's scales, and of its superblock's numbers. scales: as `Packed` has it, in a panel."""
-        base = f.op(f"and i64 {scales}, -8")
-        own = f.op(f"add i64 {base}, {f.mul(block, self.scale_bytes)}")
-        if not self.shared_bytes:
-            return own, own
-        place = f.op(f"and i64 {scales}, 7")
-        which = f.op(f"lshr i64 {f.op(f'add i64 {block}, {place}')}, 3")
-        behind = f.op(f"add i64 {base}, {f.mul(blocks, self.scale_bytes)}")
-        return own, f.op(f"add i64 {behind}, {f.mul(which, self.shared_bytes)}")
-
-    def factors(self, f: Function, own: str, shared: str) -> list[str]:
-        """For each column what sums of a block, or of either half, are multiplied by; then minima likewise."""
-
-        def half(pointer: str) -> str:
-            return f.op(f"fpext <16 x half> {f.load('<16 x half>', pointer, 2)} to {F32}")
-
-        if not self.kind.small:
-            return [half(f.at(own, 32 * i)) for i in range(self.kind.both)]
-        found = []
-        for side in range(self.kind.both):
-            scale = half(f.at(shared, 32 * side))
-            if side:
-                scale = f.op(f"fneg {F32} {scale}")
-            small = [self._small(f, own, self.groups * side + g) for g in range(self.groups)]
-            found += [f.vec("fmul", scale, f.op(f"sitofp {I32} {s} to {F32}")) for s in small]
-        return found
-
-    def _small(self, f: Function, own: str, index: int) -> str:
-        return f.op(f"sext <16 x i8> {f.load('<16 x i8>', f.at(own, 16 * index), 1)} to {I32}")
-
-    def prefetch(self, f: Function, panel: str, block: str, ahead: int | str) -> None:
-        """Ask for this block's share of a panel's bytes, `ahead` bytes on."""
-        size = self.block_bytes + self.scale_bytes + self.shared_bytes // 8
-        place = f.at(f.at(panel, f.mul(block, size)), ahead)
-        for line in range(0, size, 64):
-            prefetch(f, f.at(place, line))
-
-    def steps(self, f: Function, block: str) -> Iterator[str]:
-        """Codes as the kind's rows meet them (rounded.py), in order of K, without their offset; each is emitted when
-        asked for, so that few values are alive at a time."""
-        if self.kind.by_bytes:
-            for step in range(8):
-                yield self._fields(f, block, step, I32, 8, (1 + (1 << 8)) * (1 + (1 << 16)))
-            return
-        if self.kind.bits == 8:
-            for step in range(16):
-                yield f.op(f"sext <32 x i8> {f.load('<32 x i8>', f.at(block, 32 * step), 32)} to {H32}")
-            return
-        for step in range(16):
-            code = self._fields(f, block, step, H32, 16, 1)
-            yield self._level(f, code) if self.kind.levels else code
-
-    def _fields(self, f: Function, block: str, step: int, lanes: str, field: int, ones: int) -> str:
-        """A step's codes: `field` bits of a word have those of one place along K. ones: 1 in each field of a lane."""
-        code, below = "", 0
-        for number, (_, bits, _) in enumerate(self.kind.planes):
-            word, turn = divmod(step * bits, field)
-            if not turn:
-                self.words[number] = f.load(lanes, f.at(block, 64 * (below + word)), 64)
-            part = shifted(f, lanes, self.words[number], turn - below)
-            part = f.op(f"and {lanes} {part}, {splat(lanes, (((1 << bits) - 1) << below) * ones)}")
-            code = f.op(f"or {lanes} {code}, {part}") if code else part
-            below += bits
-        return code
-
-    def _level(self, f: Function, codes: str) -> str:
-        if self.target.wide:
-            table = ", ".join(f"i16 {v}" for v in LEVELS * 2)
-            return f.op(f"call {H32} @llvm.x86.avx512.permvar.hi.512({H32} <{table}>, {H32} {codes})")
-        # bytes of a table of 16, in each half of 256 bits; the upper bytes of codes are 0
-        table, halves = ", ".join(f"i8 {v}" for v in LEVELS * 2), []
-        for half in range(2):
-            index = f.op(f"bitcast <16 x i16> {half_of(f, 'i16', codes, half, 32)} to {B32}")
-            halves.append(self._looked_up(f, f"<{table}>", index))
-        found = f.op(f"bitcast <64 x i8> {joined(f, 'i8', halves, 32)} to {H32}")
-        signed = f.op(f"shl {H32} {found}, {splat(H32, 8)}")
-        return f.op(f"ashr {H32} {signed}, {splat(H32, 8)}")
-
-    @staticmethod
-    def _looked_up(f: Function, table: str, index: str) -> str:
-        """Bytes of a table, which both halves of it hold."""
-        if host_has("avx2"):
-            return f.op(f"call {B32} @llvm.x86.avx2.pshuf.b({B32} {table}, {B32} {index})")
-        found = "poison"
-        for i in range(32):
-            at = f.op(f"extractelement {B32} {index}, i64 {i}")
-            level = f.op(f"extractelement {B32} {table}, i8 {at}")
-            found = f.op(f"insertelement {B32} {found}, i8 {level}, i64 {i}")
-        return found
-
-
-def splat(lanes: str, value: int) -> str:
-    """A vector of one number."""
-    count, item = lanes.strip("<>").split(" x ")
-    return "<" + ", ".join([f"{item} {value}"] * int(count)) + ">"
-
-
-def shifted(f: Function, lanes: str, vector: str, right: int) -> str:
-    if right == 0:
-        return vector
-    return f.op(f"{'lshr' if right > 0 else 'shl'} {lanes} {vector}, {splat(lanes, abs(right))}")
-
-
-def splat_word(f: Function, pointer: str) -> str:
-    """The 4 bytes at pointer, to all lanes."""
-    return f.splat("i32", f.load("i32", pointer, 4))
+from planaria.kernels.cpu.unpack import AHEAD, PACKED_ARGS, WIDE_ARGS, Unpack, ask, in_tiles, rows_at, splat_word
 
 
 def add_group(f: Function, before: str, sums: str, scales: str) -> str:
@@ -162,15 +42,8 @@ def scaled(f: Function, total: str, sum: str, numbers: str, minima: Sequence[str
     return total
 
 
-AHEAD = 32768  # bytes that are asked for before they are read: as many as are on their way, and more
 ENTRIES = ("pl_packed", "pl_wide", "pl_embed", "pl_round")
 PACKED, WIDE, EMBED, ROUND, ROUNDED_BYTES = range(5)  # their places in a kind's table; bytes of a block
-PACKED_ARGS = ("rows", "x", "w", "scales", "blocks", "out", "ldo", "mode", "bias")
-
-
-def rows_at(f: Function, first: str, form: InPairs, rows: int) -> list[str]:
-    """A block of each of these rows."""
-    return [f.at(first, form.row_bytes * r) for r in range(rows)]
 
 
 def packed(target: Target, kind: BlockKind, rows: int) -> str:
@@ -205,12 +78,7 @@ def packed(target: Target, kind: BlockKind, rows: int) -> str:
 
 
 def tile_rows(target: Target) -> int:
-    """Rows of a tile; of those of `part` too, but where a block has two groups, whose sums are both in registers."""
     return target.tile_rows if target.wide else 6
-
-
-def part_rows(target: Target, kind: BlockKind) -> int:
-    return tile_rows(target) if kind.group == BLOCK else 2
 
 
 PART_ARGS = ("x", "codes", "acc")
@@ -240,11 +108,6 @@ def part(target: Target, kind: BlockKind, rows: int, panels: int) -> str:
             sums = step(code_at, x_at, sums, u)
         return sums
 
-    def unrolled(first: int, last: int, sums: list[str]) -> list[str]:
-        for u in range(first, last):
-            sums = [form.kept(f, sum) for sum in step(codes, xs, sums, u)]
-        return sums
-
     def factor(v: int, number: int) -> str:
         return f.load(F32, f.at(codes, 64 * form.steps * panels + FACTOR_BYTES * v + 64 * number), 64)
 
@@ -254,10 +117,7 @@ def part(target: Target, kind: BlockKind, rows: int, panels: int) -> str:
         whole = [form.first(f, place, number) for place in places]
         for first, last in runs:
             run = [form.begin(f, w, place, number) for w, place in zip(whole, places, strict=True)]
-            if kind.by_bytes:
-                run = unrolled(first, last, run)
-            else:
-                run = f.loop(4 * first, 4 * last, 4 * UNROLL, [(form.lanes, one) for one in run], body)
+            run = f.loop(4 * first, 4 * last, 4 * UNROLL, [(form.lanes, one) for one in run], body)
             whole = [form.whole(f, w, one) for w, one in zip(whole, run, strict=True)]
         scales = [factor(v, number) for v in range(panels)]
         sums = [add_group(f, s, w, scales[v]) for s, w, (_, v) in zip(sums, whole, tile, strict=True)]
@@ -269,11 +129,6 @@ def part(target: Target, kind: BlockKind, rows: int, panels: int) -> str:
     return f.end()
 
 
-WIDE_ARGS = (
-    "panels", "rows", "x", "w", "scales", "blocks", "stride", "acc", "codes", "fetch", "each",
-)  # fmt: skip
-
-
 def wide(target: Target, kind: BlockKind, panels: int) -> str:
     """acc[rows][16 * panels] = the products of `packed` for several panels, `stride` apart, and many rows: a block is
     unpacked into `codes` (its steps, then FACTOR_BYTES for each panel) and used for all rows.
@@ -283,18 +138,9 @@ def wide(target: Target, kind: BlockKind, panels: int) -> str:
     """
     f = Function(f"pl_wide_{panels}", WIDE_ARGS)
     unpack, form, most = Unpack(target, kind), form_of(target, kind), tile_rows(target)
-    w, codes, cap = f.ptr("%w"), f.ptr("%codes"), part_rows(target, kind)
+    w, codes = f.ptr("%w"), f.ptr("%codes")
     f.do(f"call void @llvm.memset.p0.i64(ptr {f.ptr('%acc')}, i8 0, i64 {f.mul('%rows', 64 * panels)}, i1 false)")
     ahead, block_bytes = f.mul("%stride", panels), f.mul("%rows", form.row_bytes)
-
-    def tile_of(rows: int, first: str, x: str) -> None:
-        for r in range(0, rows, cap):
-            begin = f.add(first, r)
-            passed = [
-                f.op(f"add i64 {x}, {f.mul(begin, form.row_bytes)}"), "%codes",
-                f.op(f"add i64 %acc, {f.mul(begin, 64 * panels)}"),
-            ]  # fmt: skip
-            f.do(f"call void @pl_part_{min(cap, rows - r)}_{panels}({', '.join(f'i64 {a}' for a in passed)})")
 
     def body(i: str, carried: list[str]) -> list[str]:
         places = [f.ptr(p) for p in unpack.places(f, "%scales", "%blocks", i)]
@@ -311,27 +157,12 @@ def wide(target: Target, kind: BlockKind, panels: int) -> str:
 
         f.each(panels, 1, unpack_panel)
         x = f.op(f"add i64 %x, {f.mul(i, block_bytes)}")
-        rest = f.op(f"urem i64 %rows, {most}")
-        whole = f.op(f"sub i64 %rows, {rest}")
 
-        def full(first: str, inner: list[str]) -> list[str]:
-            wanted = f.ptr(inner[0])
-            line = f.load("ptr", wanted, 8)
-            for k in range(8):
-                prefetch(f, f.at(line, 64 * k))
-            tile_of(most, first, x)
-            return [f.op(f"add i64 {inner[0]}, %each")]
+        def tile(rows: int, first: str) -> None:
+            row, to = f.add(x, f.mul(first, form.row_bytes)), f.add("%acc", f.mul(first, 64 * panels))
+            f.do(f"call void @pl_part_{rows}_{panels}(i64 {row}, i64 %codes, i64 {to})")
 
-        after = f.loop(0, whole, most, [("i64", carried[0])], full)
-        labels = [f.label() for _ in range(most)]
-        table = " ".join(f"i64 {r}, label %{labels[r]}" for r in range(1, most))
-        f.do(f"switch i64 {rest}, label %{labels[0]} [ {table} ]")
-        for rows in range(1, most):
-            f.start(labels[rows])
-            tile_of(rows, whole, x)
-            f.branch(labels[0])
-        f.start(labels[0])
-        return after
+        return [in_tiles(f, most, tile, carried[0])]
 
     f.loop(0, "%blocks", 1, [("i64", "%fetch")], body)
     return f.end()
@@ -370,9 +201,7 @@ def wide_in_registers(target: Target, kind: BlockKind, panels: int) -> str:
             return [f.at(at[0], form.row_bytes), f.at(at[1], 64 * panels)]
 
         def tile(first: str, inner: list[str]) -> list[str]:
-            line = f.load("ptr", f.ptr(inner[0]), 8)
-            for k in range(8):
-                prefetch(f, f.at(line, 64 * k))
+            ask(f, inner[0])
             after = f.add(first, most)
             whole = f.op(f"icmp sle i64 {after}, %rows")
             end = f.op(f"select i1 {whole}, i64 {after}, i64 %rows")
@@ -425,16 +254,22 @@ def embed(target: Target, kind: BlockKind) -> str:
 def kind_module(target: Target, kind: BlockKind) -> str:
     """IR of a kind's kernels: those of ENTRIES, which its table has in this order, and pl_place."""
     widths = sorted({1, target.tile_panels})
-    few = {rows: packed(target, kind, rows) for rows in range(1, target.inline_rows + 1)}
-    if kind.by_bytes and target.wide:
-        parts, many = [], {panels: wide_in_registers(target, kind, panels) for panels in widths}
+    form, inline = form_of(target, kind), range(1, target.inline_rows + 1)
+    if form.by_superblocks:
+        few = {rows: superblocks.packed(target, kind, rows) for rows in inline}
+        parts = superblocks.tiles(target, kind)
+        many = superblocks.wide(target, kind)
     else:
-        sizes = range(1, part_rows(target, kind) + 1)
-        parts = [part(target, kind, rows, panels) for panels in widths for rows in sizes]
-        many = {panels: wide(target, kind, panels) for panels in widths}
+        few = {rows: packed(target, kind, rows) for rows in inline}
+        if kind.by_bytes and target.wide:
+            parts, each = [], {panels: wide_in_registers(target, kind, panels) for panels in widths}
+        else:
+            tiles = range(1, tile_rows(target) + 1)
+            parts = [part(target, kind, rows, panels) for panels in widths for rows in tiles]
+            each = {panels: wide(target, kind, panels) for panels in widths}
+        many = "\n".join([*each.values(), dispatcher("pl_wide", WIDE_ARGS, "panels", each)])
     return "\n".join([
         DECLARATIONS, INTRINSICS,
-        *parts, *few.values(), *many.values(), embed(target, kind), place_codes(kind),
-        round_rows(target, kind),
-        dispatcher("pl_packed", PACKED_ARGS, "rows", few), dispatcher("pl_wide", WIDE_ARGS, "panels", many),
+        *parts, *few.values(), many, embed(target, kind), place_codes(kind), round_rows(target, kind),
+        dispatcher("pl_packed", PACKED_ARGS, "rows", few),
     ])  # fmt: skip

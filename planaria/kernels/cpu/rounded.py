@@ -29,6 +29,8 @@ declare <8 x i32> @llvm.x86.avx2.pmadd.wd(<16 x i16>, <16 x i16>)
 declare {I32} @llvm.smax.v16i32({I32}, {I32})
 declare i32 @llvm.vector.reduce.smax.v16i32({I32})
 declare {B32} @llvm.x86.avx2.pshuf.b({B32}, {B32})
+declare i64 @llvm.smin.i64(i64, i64)
+declare i64 @llvm.smax.i64(i64, i64)
 """
 
 
@@ -49,6 +51,11 @@ class InPairs:
         self.target, self.offset, self.count = target, kind.offset, BLOCK // kind.group
         self.numbers, self.row_bytes = 4 * self.steps, 4 * self.steps + 16
         self.run = self.steps * kind.group // BLOCK
+
+    @property
+    def by_superblocks(self) -> bool:
+        """Whether its products are those of superblocks.py."""
+        return False
 
     @property
     def groups(self) -> Sequence[Sequence[tuple[int, int]]]:
@@ -83,10 +90,6 @@ class InPairs:
             halves.append(f.op(f"shufflevector {I64} {product}, {I64} poison, <16 x i32> <{mask}>"))
         return f.op(f"add {I32} {acc}, {f.op(f'add {I32} {halves[0]}, {halves[1]}')}")
 
-    def kept(self, f: Function, run: str) -> str:
-        """A run's sums so far, in registers, and computed before what follows."""
-        return run
-
     def whole(self, f: Function, before: str, run: str) -> str:
         """Sums after a run, i32 [16]."""
         return run
@@ -108,6 +111,10 @@ class InBytes(InPairs):
             self.lanes = H32
             fit = 32767 // (2 * self.most * max(kind.offset, (1 << kind.bits) - 1 - kind.offset))
             self.run = min(self.run, 1 << fit.bit_length() - 1)
+
+    @property
+    def by_superblocks(self) -> bool:
+        return not self.direct and not self.target.wide
 
     def first(self, f: Function, numbers: str, group: int) -> str:
         return super().first(f, numbers, group) if self.direct else "zeroinitializer"
@@ -136,11 +143,6 @@ class InBytes(InPairs):
             acc = f.op(f"add {I32} {acc}, {f.op(f'mul {I32} {code}, {signed}')}")
         return acc
 
-    def kept(self, f: Function, run: str) -> str:
-        if self.direct:
-            return run
-        return joined(f, "i16", [f.opaque("<16 x i16>", half_of(f, "i16", run, half, 32)) for half in range(2)], 16)
-
     def _pairs(self, f: Function, w: str, x: str) -> str:
         if self.target.wide:
             both = [f.op(f"bitcast {I32} {v} to {B64}") for v in (w, x)]
@@ -152,15 +154,10 @@ class InBytes(InPairs):
         return joined(f, "i16", halves, 16)
 
     def whole(self, f: Function, before: str, run: str) -> str:
+        """On AVX2 superblocks.py has another."""
         if self.direct:
             return run
-        if self.target.wide:
-            sums = f.op(f"call {I32} @llvm.x86.avx512.pmaddw.d.512({H32} {run}, {H32} {ONES})")
-        else:
-            ones = "<" + ", ".join(["i16 1"] * 16) + ">"
-            parts = [half_of(f, "i16", run, half, 32) for half in range(2)]
-            call = "call <8 x i32> @llvm.x86.avx2.pmadd.wd"
-            sums = joined(f, "i32", [f.op(f"{call}(<16 x i16> {p}, <16 x i16> {ones})") for p in parts], 8)
+        sums = f.op(f"call {I32} @llvm.x86.avx512.pmaddw.d.512({H32} {run}, {H32} {ONES})")
         return f.op(f"add {I32} {before}, {sums}")
 
 
