@@ -73,12 +73,19 @@ def gated(target: Target, kind: int) -> str:
     act = Elements(f, target)
     gate, up, out = f.ptr("%gate"), f.ptr("%up"), f.ptr("%out")
 
-    def body(i: str) -> None:
-        mask = below(f, lanes(f, i), "%count")
-        g, u = act.load_some(act.place(gate, i), mask), act.load_some(act.place(up, i), mask)
+    def body(i: str, load: Callable[[str], str]) -> list[str]:
+        g, u = load(act.place(gate, i)), load(act.place(up, i))
         act.store(GATED[kind](f, g, u), act.place(out, i))
+        return []
 
-    f.each("%padded", 16, body)
+    def part(i: str, _: list[str]) -> list[str]:
+        mask = below(f, lanes(f, i), "%count")
+        return body(i, lambda place: act.load_some(place, mask))
+
+    # AVX2 reads 16 bits at a time where some are left out
+    whole = f.op("and i64 %count, -16")
+    f.loop(0, whole, 16, [], lambda i, _: body(i, act.load))
+    f.loop(whole, "%padded", 16, [], part)
     return f.end()
 
 
