@@ -12,7 +12,7 @@ neither the number of rows nor its place among them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from planaria.kernels.cpu.emit import F32, I32, Function
 from planaria.kernels.cpu.target import Target
@@ -162,11 +162,37 @@ def rows_of(f: Function, address: str, ld: str, rows: int) -> list[str]:
 
 def finish(f: Function, target: Target, acc: list[list[str]], out: str, ldo: str, mode: str, bias: str) -> None:
     """Add the bias to acc[rows][panels] and write it in one of three ways."""
-    act = Elements(f, target)
-    bias_at = f.ptr(bias)
-    shifts = [f.load(F32, f.at(bias_at, 64 * v), 4) for v in range(len(acc[0]))]
+    shifts = bias_of(f, bias, len(acc[0]))
     total = [[f.vec("fadd", a, b) for a, b in zip(row, shifts, strict=True)] for row in acc]
     rows = rows_of(f, out, ldo, len(acc))
+
+    def write(how: int) -> None:
+        for pointer, values in zip(rows, total, strict=True):
+            write_row(f, target, how, values, pointer)
+
+    in_mode(f, mode, write)
+    f.ret()
+
+
+def bias_of(f: Function, bias: str, panels: int) -> list[str]:
+    at = f.ptr(bias)
+    return [f.load(F32, f.at(at, 64 * v), 4) for v in range(panels)]
+
+
+def write_row(f: Function, target: Target, how: int, values: list[str], pointer: str) -> None:
+    act = Elements(f, target)
+    for v, value in enumerate(values):
+        if how == STORE_ACT:
+            act.store(value, f.at(pointer, 16 * target.item * v))
+        else:
+            place = f.at(pointer, 64 * v)
+            if how == ADD_RESIDUAL:
+                value = f.vec("fadd", f.load(F32, place, 4), value)
+            f.store(F32, value, place, 4)
+
+
+def in_mode(f: Function, mode: str, write: Callable[[int], None]) -> None:
+    """write(mode), a constant there."""
     labels = [f.label() for _ in range(4)]
     f.do(
         f"switch i64 {mode}, label %{labels[STORE_ACT]} "
@@ -174,18 +200,9 @@ def finish(f: Function, target: Target, acc: list[list[str]], out: str, ldo: str
     )
     for how in (STORE_ACT, ADD_RESIDUAL, STORE_F32):
         f.start(labels[how])
-        for pointer, values in zip(rows, total, strict=True):
-            for v, value in enumerate(values):
-                if how == STORE_ACT:
-                    act.store(value, f.at(pointer, 16 * target.item * v))
-                else:
-                    place = f.at(pointer, 64 * v)
-                    if how == ADD_RESIDUAL:
-                        value = f.vec("fadd", f.load(F32, place, 4), value)
-                    f.store(F32, value, place, 4)
+        write(how)
         f.branch(labels[3])
     f.start(labels[3])
-    f.ret()
 
 
 TILE_ARGS = ("rows", "x", "ldx", "wp", "steps", "out", "ldo", "mode", "bias", "plan")
@@ -302,20 +319,18 @@ SETTLE_ARGS = ("panels", "rows", "acc", "out", "ldo", "mode", "bias")
 def settle(target: Target, panels: int) -> str:
     """Write acc[rows][16 * panels] as a tile writes its sums, with bias, in one of three ways."""
     f = Function(f"pl_settle_{panels}", SETTLE_ARGS)
-    row = Function(f"pl_settle_row_{panels}", SETTLE_ARGS)
-    acc = row.ptr("%acc")
-    values = [row.load(F32, row.at(acc, 64 * v), 64) for v in range(panels)]
-    finish(row, target, [values], "%out", "%ldo", "%mode", "%bias")
+    acc, out, shifts = f.ptr("%acc"), f.ptr("%out"), bias_of(f, "%bias", panels)
 
-    def body(r: str) -> None:
-        place = f.op(f"add i64 %acc, {f.mul(r, 64 * panels)}")
-        out = f.op(f"add i64 %out, {f.mul(r, '%ldo')}")
-        passed = f"i64 1, i64 1, i64 {place}, i64 {out}, i64 %ldo, i64 %mode, i64 %bias"
-        f.do(f"call void @pl_settle_row_{panels}({passed})")
+    def write(how: int) -> None:
+        def row(r: str) -> None:
+            place = f.at(acc, f.mul(r, 64 * panels))
+            values = [f.vec("fadd", f.load(F32, f.at(place, 64 * v), 64), shift) for v, shift in enumerate(shifts)]
+            write_row(f, target, how, values, f.at(out, f.mul(r, "%ldo")))
 
-    f.each("%rows", 1, body)
-    f.ret()
-    return row.text() + f.text()
+        f.each("%rows", 1, row)
+
+    in_mode(f, "%mode", write)
+    return f.end()
 
 
 def matrix_module(target: Target) -> str:
