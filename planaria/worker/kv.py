@@ -137,10 +137,7 @@ class RankKV:
 
     def unmap(self) -> None:
         """There is no model any more that computes in it."""
-        self.made = None
-        if self.pages is not None:
-            self.pages.close()
-            self.pages = None
+        self.made = self.pages = None
 
     def make(self, model: Any, ops: Ops, num_blocks: int, block_size: int, number: int) -> None:
         """Have caches of this KV, with all that is in its part. Raises CapacityError."""
@@ -296,6 +293,8 @@ class RankKV:
 
     def begin(self, plan: StepPlan, lane: int) -> None:
         """What comes before a step's computation."""
+        if self.pages is not None and (blocks := [max(row.blocks) for row in plan.lanes[lane] if row.blocks]):
+            self.pages.reach(max(blocks))
         work = plan.kv[lane] if plan.kv else KVWork()
         if plan.kv and self.connector is not None:
             self.connector.begin(work)
@@ -309,8 +308,6 @@ class RankKV:
         """The step was computed. What came of what was begun with it, and with those before."""
         if self.sums is not None:
             self.sums.filled(plan.lanes[lane], runner)
-        if self.pages is not None and (blocks := [max(row.blocks) for row in plan.lanes[lane] if row.blocks]):
-            self.pages.written(max(blocks))
         said = [self.shared.finished()] if self.shared is not None else []
         waits = bool(plan.kv) and plan.kv[lane].waits
         if self.peers is not None:

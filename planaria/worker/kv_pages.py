@@ -1,12 +1,12 @@
-"""KV in memory of the node is put into huge pages where steps come to write, a little before they do. So to map it, to
-look through it and to end with it takes a process as long with many tokens as with few; and a step takes no pages.
+"""KV in memory of the node is put into huge pages where a step is about to write. So to map it, to look through it and
+to end with it takes a process as long with many tokens as with few; and a step takes next to no small pages.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-import threading
+import sys
 import time
 from collections.abc import Sequence
 
@@ -17,65 +17,49 @@ from planaria.hosts.mapping import HUGE, collapse, for_good
 
 logger = logging.getLogger("planaria.worker")
 
-BREATH = 0.001  # seconds after each page, so that one keeps no step waiting for long
+AHEAD = HUGE // 2  # bytes of each cache behind what a step writes
+FIRST = HUGE // 16  # of a cache that are in use before it is worth a page: a few short requests take next to no memory
+BREATH = 0.001  # seconds before another try
 TRIES = 5
 
 
 class HugeBlocks:
-    """caches: [blocks, bytes] of each, at multiples of HUGE. A thread does it, beside steps. Of a cache that has less
-    than half a page nothing is done, for most of it would be empty; nor of its last part, which is less than a page:
-    KV takes what is configured."""
+    """caches: [blocks, bytes] of each, at multiples of HUGE. Of memory that nobody has written yet a page takes a tenth
+    of the time that as many small ones take. Nothing is done of a cache's last part, which is less than a page: KV
+    takes what is configured."""
 
     def __init__(self, caches: Sequence[npt.NDArray[np.uint8]]) -> None:
         self.caches = [cache.reshape(-1) for cache in caches]
         self._sizes = [cache.shape[1] for cache in caches]
+        self._ends = [len(cache) // HUGE * HUGE for cache in self.caches]
         self._done = [0] * len(caches)  # bytes of each
-        self._next = HUGE // 2 // max(self._sizes, default=HUGE)  # block that wants more
-        self._most = 0  # that has been written
-        self._more, self._closed = threading.Event(), False
-        self._thread: threading.Thread | None = None
+        self._next = FIRST // max(self._sizes, default=FIRST)  # block that wants more
 
-    def written(self, most: int) -> None:
-        """A step has written blocks up to this one."""
-        if most < self._next or self._closed:
+    def reach(self, last: int) -> None:
+        """A step is about to write blocks up to this one."""
+        if last < self._next:
             return
-        self._most = max(most, self._most)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="planaria-kv-pages", daemon=True)
-            self._thread.start()
-        self._more.set()
-
-    def _run(self) -> None:
-        while self._more.wait() and not self._closed:
-            self._more.clear()
-            for number, (cache, size) in enumerate(zip(self.caches, self._sizes, strict=True)):
-                end = min(len(cache) // HUGE * HUGE, (self._most + 1) * size + HUGE // 2)
-                while self._done[number] < end:
-                    if self._closed or not _put(cache, self._done[number]):
-                        return
-                    self._done[number] += HUGE
-            there = zip(self._done, self._sizes, strict=True)
-            self._next = min((done - HUGE // 2) // size for done, size in there)
-
-    def close(self) -> None:
-        """Their memory is about to be given back."""
-        self._closed = True
-        self._more.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._next = sys.maxsize
+        for number, (cache, size) in enumerate(zip(self.caches, self._sizes, strict=True)):
+            start, wanted = self._done[number], (last + 1) * size + AHEAD
+            end = min(self._ends[number], -(-wanted // HUGE) * HUGE)
+            if start < end and not _put(cache, start, end):
+                return
+            self._done[number] = max(start, end)
+        each = zip(self._done, self._ends, self._sizes, strict=True)
+        self._next = min(((done - AHEAD) // size for done, end, size in each if done < end), default=sys.maxsize)
 
 
-def _put(cache: npt.NDArray[np.uint8], at: int) -> bool:
-    """One page. False: with another it will not be better."""
-    int(cache[at])  # now there is something, and it stays what it is
+def _put(cache: npt.NDArray[np.uint8], start: int, end: int) -> bool:
+    """All pages between these. False: with others it will not be better."""
+    cache[start:end:HUGE].max()  # now there is something in each, and it stays what it is
     for again in range(TRIES, 0, -1):
         try:
-            collapse(cache.ctypes.data + at, HUGE)
+            collapse(cache.ctypes.data + start, end - start)
             break
         except OSError as e:
             if e.errno != errno.EAGAIN or again == 1:  # else somebody has just been at it
                 logger.info("KV stays in small pages, at least in part: %s", e.strerror)
                 return not for_good(e)
             time.sleep(BREATH)
-    time.sleep(BREATH)
     return True

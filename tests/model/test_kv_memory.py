@@ -8,7 +8,6 @@ import contextlib
 import errno
 import functools
 import os
-import queue
 import signal
 import threading
 import weakref
@@ -26,7 +25,7 @@ from planaria.protocol import Row, StepPlan
 from planaria.topology import Layout
 from planaria.wire import ResizeEngine
 from planaria.worker.kv import RankKV
-from planaria.worker.kv_pages import HugeBlocks
+from planaria.worker.kv_pages import FIRST, HugeBlocks
 from planaria.worker.kv_sums import BlockSums
 from planaria.worker.runner import Runner
 from tests.model.checkpoints import write_checkpoint
@@ -253,10 +252,10 @@ def test_what_is_forgotten_leaves_no_descriptor() -> None:
 
 
 def test_what_steps_come_to_write_is_in_huge_pages_and_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A little ahead of them; of a cache that has less than half a page there would be mostly nothing."""
+    """A little ahead of them, once there is a little; of a cache's last part nothing is done."""
     memory = KVMemory.make()
     assert memory is not None
-    size, count, put = 8 << 10, 3 * HUGE // (8 << 10) + 9, queue.SimpleQueue[int]()
+    size, count, put = 8 << 10, 3 * HUGE // (8 << 10) + 9, list[tuple[int, int]]()
     part = memory.part(0, 1, 2 * size * count, 2)
     caches = [np.frombuffer(part.take(size * count), np.uint8).reshape(count, size) for _ in range(2)]
     first = [int(cache.ctypes.data) for cache in caches]
@@ -270,24 +269,22 @@ def test_what_steps_come_to_write_is_in_huge_pages_and_stays_what_it_is(monkeypa
             if e.errno == errno.EAGAIN:
                 raise
             refused.append(e)
-        put.put(address)
+        put.append((address, length))
 
     monkeypatch.setattr("planaria.worker.kv_pages.collapse", noted)
     pages = HugeBlocks(caches)
+    few = FIRST // size
+    pages.reach(few - 1)
+    assert not put
     numbers = np.random.default_rng(0).integers(0, 256, (2, count, size), np.uint8)
-    half = HUGE // size // 2
-    for cache, there in zip(caches, numbers, strict=True):
-        cache[: half - 1] = there[: half - 1]
-    pages.written(half - 2)
-    assert put.empty() and pages._thread is None
-    for at in range(half - 1, count):
+    for at in range(count):
+        pages.reach(at)
+        reached = min(3 * HUGE, -(-((at + 1) * size + HUGE // 2) // HUGE) * HUGE) if at >= few else 0
+        assert [sum(length for start, length in put if at <= start < at + 4 * HUGE) for at in first] == [reached] * 2
         for cache, there in zip(caches, numbers, strict=True):
             cache[at] = there[at]
-        pages.written(at)
-    assert sorted(put.get(timeout=60) for _ in range(6)) == [at + page * HUGE for at in first for page in range(3)]
+    assert sorted(put) == [(at + page * HUGE, HUGE) for at in first for page in range(3)]
     assert all((cache == there).all() for cache, there in zip(caches, numbers, strict=True))
-    pages.close()
-    assert put.empty()
     if refused:
         pytest.skip(f"this system has no huge pages for memory files: {refused[0]}")
     with open("/proc/self/smaps") as file:
@@ -297,15 +294,15 @@ def test_what_steps_come_to_write_is_in_huge_pages_and_stays_what_it_is(monkeypa
     memory.end()
 
 
-def test_a_rank_tells_which_blocks_its_steps_have_written() -> None:
-    """And, before their memory goes, that nothing is to be done there any more."""
+def test_a_rank_tells_which_blocks_its_steps_are_about_to_write() -> None:
+    """And forgets it before their memory goes."""
     kv: Any = object.__new__(RankKV)
     kv.sums = kv.shared = kv.peers = kv.connector = kv.memory = None
     told: list[Any] = []
-    kv.pages = SimpleNamespace(written=told.append, close=lambda: told.append("closed"))
+    kv.pages = SimpleNamespace(reach=told.append)
     rows = [Row(0, 0, 20, (3, 7), True), Row(1, 4, 1, (), True), Row(2, 0, 5, (5,), True)]
     for lane in (tuple(rows), tuple(rows[1:2])):
-        kv.finished(StepPlan(0, 1, ((), lane), ((), ())), 1, None)
+        kv.begin(StepPlan(0, 1, ((), lane), ((), ())), 1)
     assert told == [7]
     kv.forget(None)
-    assert told == [7, "closed"] and kv.pages is None
+    assert kv.pages is None
