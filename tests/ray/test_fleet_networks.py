@@ -31,6 +31,7 @@ from tests.tiers import representatives
 
 pytestmark = needs_smollm2
 
+FEW = 5  # streams, where a model is computed
 PATIENCE = 240.0  # seconds for Ray to notice a loss, and for an engine to come up
 
 
@@ -70,14 +71,14 @@ class Deployment:
         body: dict[str, Any] = within(self.space, lambda: httpx2.get(self.server.url + path, timeout=30).json())
         return body
 
-    def run(self, harm: Callable[[], None] | None = None) -> list[Outcome]:
-        """Streams; `harm` in the middle of them."""
+    def run(self, harm: Callable[[], None] | None = None, streams: int = STREAMS) -> list[Outcome]:
+        """Streams, of more than 200 tokens together; `harm` in the middle of them."""
 
         def at(tokens: int) -> None:
             if tokens == 150 and harm is not None:
                 harm()
 
-        return run_streams(self.server, at, STREAMS, functools.partial(enter_network, self.space))
+        return run_streams(self.server, at, streams, functools.partial(enter_network, self.space))
 
     @property
     def engines(self) -> list[dict[str, Any]]:
@@ -130,13 +131,13 @@ def test_kv_outlives_who_computes_in_it_on_another_machine(networks: Networks, n
     with Server("smollm2", *words, env=env, prefix=networks.prefixes[0]) as server:
         deployment = Deployment(server, networks)
         deployment.all_ready(len(deployment.engines))
-        expected = deployment.run()
+        expected = deployment.run(streams=FEW)
         engine = deployment.engines[-1]
         far = engine["ranks"][-1]
         before = memory_files(far)
         assert far in nodes.pids(1) and len(before) == 2
         killed = far if role == "rank" else engine["pid"]
-        assert deployment.run(lambda: os.kill(killed, signal.SIGKILL)) == expected
+        assert deployment.run(lambda: os.kill(killed, signal.SIGKILL), FEW) == expected
         wait_until("another", lambda: deployment.engines[-1]["ranks"][-1:] not in ([], [far]), PATIENCE)
         deployment.all_ready(len(deployment.engines))
         assert memory_files(deployment.engines[-1]["ranks"][-1]) == before
