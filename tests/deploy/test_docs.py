@@ -101,7 +101,7 @@ def test_no_block_of_commands_is_overlooked(page: Path) -> None:
 
 def session(page: Path) -> str:
     """A page's blocks as one script: those of the shell as they stand, Python's given to Python."""
-    script = ["set -m -e -o pipefail"]
+    script = ["set -m -e -o pipefail", "trap 'kill $(jobs -p) 2> /dev/null && wait || true' EXIT"]  # what a page starts
     for kind, block in to_run(page):
         script.append(block if kind == "sh" else f"{sys.executable} - <<'END'\n{block}END\n")
     return "\n".join(script)
