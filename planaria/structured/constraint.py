@@ -291,12 +291,12 @@ class Constraints:
         errors: dict[int, str] = {}
         drawn: dict[int, int] = {}
         masked: list[tuple[int, Constraint]] = []
-        alone = self.ahead or self.threads == 1 or len(bound) < 2 * WORTH_A_THREAD
+        inline = self.ahead or self.threads == 1 or len(bound) < 2 * WORTH_A_THREAD
         for line, constraint in bound:
             if constraint.late:
                 errors[line] = ""
                 continue
-            token = constraint.settle(None if self.ahead else logits[line], greedy=line in greedy, look=alone)
+            token = constraint.settle(None if self.ahead else logits[line], greedy=line in greedy, look=inline)
             if token is None:
                 masked.append((line, constraint))
                 continue
@@ -304,13 +304,13 @@ class Constraints:
             if constraint.slow:
                 self._aside([constraint], ASIDE)
         # Threads share the interpreter, so they have what takes long without it, and nothing else.
-        parts = 1 if alone else max(1, min(self.threads, len(masked) // WORTH_A_THREAD))
+        parts = 1 if inline else max(1, min(self.threads, len(masked) // WORTH_A_THREAD))
         draws = [draw(part) if draw is not None else None for part in range(parts if masked else 0)]
 
         def work(part: int) -> list[tuple[int, Constraint, int | None, str]]:
             found = []
             for line, constraint in masked[part::parts]:
-                if not alone:
+                if not inline:
                     constraint.settle()
                 found.append((line, constraint, *constraint.draw(logits, line, draws[part])))
             return found

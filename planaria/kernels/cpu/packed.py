@@ -21,12 +21,22 @@ from planaria.kernels.cpu.micro import (
 )
 from planaria.kernels.cpu.rounded import INTRINSICS, form_of, round_rows
 from planaria.kernels.cpu.target import Target
-from planaria.kernels.cpu.unpack import AHEAD, PACKED_ARGS, WIDE_ARGS, Unpack, ask, in_tiles, rows_at, splat_word
+from planaria.kernels.cpu.unpack import (
+    AHEAD,
+    PACKED_ARGS,
+    WIDE_ARGS,
+    Unpack,
+    as_float,
+    ask,
+    in_tiles,
+    rows_at,
+    splat_word,
+)
 
 
 def add_group(f: Function, before: str, sums: str, scales: str) -> str:
     """A block's sums i32, or those of a half, times their columns' scales, to the half before ("": none)."""
-    wide = f.op(f"sitofp {I32} {sums} to {F32}")
+    wide = as_float(f, sums)
     return f.fma(wide, scales, before) if before else f.vec("fmul", wide, scales)
 
 

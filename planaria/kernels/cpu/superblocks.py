@@ -21,6 +21,8 @@ from planaria.kernels.cpu.unpack import (
     PACKED_ARGS,
     WIDE_ARGS,
     Unpack,
+    as_float,
+    half,
     in_tiles,
     rows_at,
     splat_word,
@@ -40,14 +42,6 @@ PARTIAL, EACH = 64 * layout.ROW_BLOCK, 4 * layout.ROW_BLOCK
 
 def splat_float(f: Function, pointer: str) -> str:
     return f.splat("float", f.load("float", pointer, 4))
-
-
-def half(f: Function, shared: str, i: int) -> str:
-    return f.op(f"fpext <16 x half> {f.load('<16 x half>', f.at(shared, 32 * i), 2)} to {F32}")
-
-
-def as_float(f: Function, value: str) -> str:
-    return f.op(f"sitofp {I32} {value} to {F32}")
 
 
 def pairs(f: Function, small: str) -> str:

@@ -17,6 +17,15 @@ WIDE_ARGS = (
 )  # fmt: skip
 
 
+def half(f: Function, shared: str, i: int) -> str:
+    """The i-th vector of 16 float16 there, as float32."""
+    return f.op(f"fpext <16 x half> {f.load('<16 x half>', f.at(shared, 32 * i), 2)} to {F32}")
+
+
+def as_float(f: Function, value: str) -> str:
+    return f.op(f"sitofp {I32} {value} to {F32}")
+
+
 class Unpack:
     """A block of 32 along K of one packed panel."""
 
@@ -42,19 +51,15 @@ class Unpack:
 
     def factors(self, f: Function, own: str, shared: str) -> list[str]:
         """For each column what sums of a block, or of either half, are multiplied by; then minima likewise."""
-
-        def half(pointer: str) -> str:
-            return f.op(f"fpext <16 x half> {f.load('<16 x half>', pointer, 2)} to {F32}")
-
         if not self.kind.small:
-            return [half(f.at(own, 32 * i)) for i in range(self.kind.both)]
+            return [half(f, own, i) for i in range(self.kind.both)]
         found = []
         for side in range(self.kind.both):
-            scale = half(f.at(shared, 32 * side))
+            scale = half(f, shared, side)
             if side:
                 scale = f.op(f"fneg {F32} {scale}")
             small = [self.small(f, own, self.groups * side + g) for g in range(self.groups)]
-            found += [f.vec("fmul", scale, f.op(f"sitofp {I32} {s} to {F32}")) for s in small]
+            found += [f.vec("fmul", scale, as_float(f, s)) for s in small]
         return found
 
     def small(self, f: Function, own: str, index: int) -> str:
