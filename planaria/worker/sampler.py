@@ -195,13 +195,8 @@ class Sampler:
     def _load(self, aside: bool) -> None:
         if self._kernels is None and not self.plain:
             tables: list[npt.NDArray[Any]] = [
-                self._scales,
-                self._top_k,
-                self._top_p,
-                self._limits,
-                self._seeds,
-                self._positions,
-            ]
+                self._scales, self._top_k, self._top_p, self._limits, self._seeds, self._positions
+            ]  # fmt: skip
             self._kernels = _Kernels(self.vocab_size, self.threads, load(self._cache_dir, aside=aside), tables)
 
     def close(self) -> None:

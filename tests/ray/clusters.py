@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 
@@ -31,7 +32,8 @@ NOTICE = {
 }  # fmt: skip
 # Nor does it start workers that nobody asked for: ours have an environment of their own, so none of them is used.
 SYSTEM = {**NOTICE, "prestart_worker_first_driver": False}
-# Nor an autoscaler, or what brings lines of workers to the driver: a process of Python each, of which nobody reads.
+# Nor an autoscaler, or what brings lines of workers to the driver, or Ray's own server: a process of Python each, of
+# which nobody reads.
 UNWATCHED = {"no_monitor": True, "include_log_monitor": False}
 
 # Waits until these addresses are of living nodes.
@@ -154,6 +156,10 @@ def cluster_environment() -> dict[str, str]:
     }  # fmt: skip
 
 
+def without_server(node: Any) -> Any:
+    return mock.patch.object(node, "start_api_server", lambda self, **options: None)
+
+
 @contextlib.contextmanager
 def several_nodes(*slots: int, gpus: Sequence[int] = (), dashboard: bool = False) -> Iterator[Any]:
     """A `ray.cluster_utils.Cluster` on this machine only, with a token of its own; so many slots on each node, and
@@ -163,7 +169,7 @@ def several_nodes(*slots: int, gpus: Sequence[int] = (), dashboard: bool = False
         KEPT.close()
     own = cluster_environment()
     os.environ |= own
-    from ray._private import ray_constants, utils
+    from ray._private import node, ray_constants, utils
     from ray._private.authentication_test_utils import reset_auth_token_state
     from ray.cluster_utils import Cluster
 
@@ -177,7 +183,8 @@ def several_nodes(*slots: int, gpus: Sequence[int] = (), dashboard: bool = False
             with ends(cluster.shutdown):
                 for count, accelerators in itertools.zip_longest(slots, gpus, fillvalue=0):
                     slot = {"planaria_slot": count} if count else {}
-                    cluster.add_node(num_cpus=1, num_gpus=accelerators, resources=slot, **head)
+                    with contextlib.nullcontext() if dashboard else without_server(node.Node):
+                        cluster.add_node(num_cpus=1, num_gpus=accelerators, resources=slot, **head)
                     head = {"include_dashboard": False}
                 yield cluster
         finally:

@@ -126,7 +126,7 @@ def memory_files(pid: int) -> set[tuple[str, str]]:
 def test_kv_outlives_who_computes_in_it_on_another_machine(networks: Networks, nodes: RayNodes, role: str) -> None:
     """Its owner there is the reaper: whoever comes next goes on with it, and maps the weights."""
     env = nodes.env | {"RAY_ADDRESS": nodes.address}
-    words = ["--kv-cache-memory", "256MiB", "--max-model-len", "512", "--dtype", "float32", *ON_RAY[role]]
+    words = ["--kv-cache-memory", "64MiB", "--max-model-len", "512", "--dtype", "float32", *ON_RAY[role]]
     words += ["--heartbeat-timeout", "5"]
     with Server("smollm2", *words, env=env, prefix=networks.prefixes[0]) as server:
         deployment = Deployment(server, networks)

@@ -102,6 +102,7 @@ def test_the_same_answers_and_nothing_left(
         assert sorted(name.split("-", 2)[2] for name in names) == NAMES[layout]
         check(answers(llm, PROMPTS, 12), expected)
         check(answers(llm, PROMPTS, 12), expected)
+        assert not any("libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in pids), "nothing needs torch"
         if end is not None:
             took = strike(llm, *end)
             assert took < (SOON if end[1] is signal.SIGKILL else PATIENCE)

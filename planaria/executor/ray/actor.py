@@ -65,11 +65,14 @@ class RayActor:
     def where(self, resource: str, names: list[str]) -> bytes:
         """Encoded Whereabouts. names: variables to report."""
         import ray
+        from ray.experimental.channel import ChannelContext
 
         from planaria.config.machine import usable_cores
         from planaria.env import environment, host_ip
         from planaria.node import home, node_name
 
+        # A graph would import torch, for more than a second, to carry tensors: there are none.
+        ChannelContext.get_current()._torch_available = False
         context = ray.get_runtime_context()
         ids = context.get_accelerator_ids().get(resource, [])
         own = environment()
