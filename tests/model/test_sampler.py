@@ -762,6 +762,5 @@ assert s.sample(numpy.arange(10, dtype=numpy.float32)[None], [0])[0] == [9]
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     sampler = Sampler(1, 3, tmp_path / "file" / "below")
-    sampler.warm_up()
     sampler.enter(0, fresh(Params(logit_bias={1: 100.0})))
     assert sampler.sample(np.zeros((1, 3), np.float32), [0])[0] == [1]

@@ -86,7 +86,7 @@ def test_defaults_of_a_model_apply_only_where_nothing_is_said(monkeypatch: pytes
     from planaria import LLM, SamplingParams
     from planaria.errors import RequestError
 
-    with LLM("smollm2", dtype="float32", max_model_len=128) as llm:
+    with LLM("smollm2", max_model_len=64) as llm:
         asked: list[SamplingParams] = []
         stream = llm._stream
 
@@ -105,5 +105,5 @@ def test_defaults_of_a_model_apply_only_where_nothing_is_said(monkeypatch: pytes
         for wrong in ("hello", [], [[]], [["x"]], [{"content": "x"}]):
             with pytest.raises(RequestError, match=r"^messages"):
                 llm.chat(wrong)  # type: ignore[arg-type]
-    with LLM("smollm2", dtype="float32", max_model_len=128, generation_config="vllm") as llm:
+    with LLM("smollm2", max_model_len=64, generation_config="vllm") as llm:
         assert llm.get_default_sampling_params() == SamplingParams()

@@ -157,8 +157,11 @@ def test_a_client_that_reads_slowly_gets_fewer_and_larger_deltas(port: Port, con
     assert not port.waiting
 
 
-async def test_a_front_end_that_does_not_get_to_reading_holds_a_few_messages(port: Port) -> None:
+async def test_a_front_end_that_does_not_get_to_reading_holds_a_few_messages(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What it has no room for waits with the engine, which makes one message of it."""
+    monkeypatch.setattr("planaria.engine_port.LAST_WORDS", 0.0)
     connection = EngineConnection(lambda message: None)
     connection.connect(port.address)
     try:
@@ -168,12 +171,11 @@ async def test_a_front_end_that_does_not_get_to_reading_holds_a_few_messages(por
         await asyncio.to_thread(port.hello)
         await asyncio.to_thread(received, port, 1)
         step, tokens = 0, [7] * 50_000
-        while not port.waiting and step < 1000:
+        # It waits when there is no room, and is still there after tries, milliseconds apart, to send it.
+        while not all(port.waiting and port.receive(5) == [] for _ in range(100)):
+            assert step < 1000
             port.send(Output([Delta("a", step * len(tokens), tokens)], EngineStats(step=step)))
             step += 1
-        for _ in range(100):  # tries, milliseconds apart, to send what there is room for
-            port.receive(100)
-        assert port.waiting
     finally:
         connection.close()
 
