@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
@@ -16,11 +15,10 @@ from planaria.hosts.host import Place
 from planaria.node import home
 from planaria.protocol import Command, Hello, Join, Ready, Regroup, Reply
 from planaria.topology import Layout
+from tests.forks import CONTEXT
 from tests.model.rank_main import serve
 
 LIMIT = 240.0  # seconds for an answer
-CONTEXT = multiprocessing.get_context("forkserver")  # ranks begin in a fork of a process that has imported torch
-CONTEXT.set_forkserver_preload(["tests.model.rank_main"])
 
 
 def boot_of(config: EngineConfig, rank: int = 0, size: int = 1) -> RankBoot:

@@ -72,9 +72,9 @@ def lose(end: Any, rank: int = 0) -> None:
         stream.sent += 1
 
 
-def main() -> None:
-    rank, address = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=tuple[int, Address])
-    port: Any = open_port(address)
+def run(rank: int, encoded: bytes) -> None:
+    """encoded: its link's address."""
+    port: Any = open_port(msgspec.msgpack.decode(encoded, type=Address))
     try:
         while (got := port.receive(60.0)) is not None:
             number, command = got
@@ -93,4 +93,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    own, raw = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=tuple[int, msgspec.Raw])
+    run(own, bytes(raw))

@@ -20,7 +20,11 @@ from planaria.executor.link.address import Address
 from planaria.executor.link.joined import JoinedLink
 from planaria.executor.link.shm import ShmLink
 from planaria.executor.link.tcp import TcpLink
+from planaria.node import process_state
 from planaria.protocol import Call, Command, Exit, Reply
+from tests.forks import CONTEXT
+from tests.proc import link_rank
+from tests.proc.servers import wait_until
 
 LIMIT = 60.0  # seconds that anything may take on a busy machine
 HEARTBEAT = 2.0  # where a test is about it; elsewhere nobody is lost for having been slow
@@ -38,6 +42,7 @@ def make(kind: str, num_ranks: int, **options: Any) -> Any:
 
 
 def start_rank(rank: int, address: Address, prefix: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+    """prefix: of its command."""
     process = subprocess.Popen([*prefix, sys.executable, "-m", "tests.proc.link_rank"], stdin=subprocess.PIPE)
     assert process.stdin is not None
     process.stdin.write(msgspec.msgpack.encode((rank, address)))
@@ -45,12 +50,46 @@ def start_rank(rank: int, address: Address, prefix: tuple[str, ...] = ()) -> sub
     return process
 
 
+class Rank:
+    """A process like that of `start_rank`, forked from one that has imported all that it needs."""
+
+    def __init__(self, rank: int, address: Address) -> None:
+        self._process = CONTEXT.Process(target=link_rank.run, args=(rank, msgspec.msgpack.encode(address)), daemon=True)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        """Its exit code; below 0: the signal that ended it."""
+        self._process.join(timeout)
+        code = self._process.exitcode
+        assert code is not None, f"rank's process {self.pid} is still there after {timeout:g} s"
+        return code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Nothing of it is left."""
+        self.send_signal(signal.SIGCONT)
+        self.kill()
+        self.wait(LIMIT)
+        self._process.close()
+
+
 class Ranks:
     """A link and `num_ranks` processes at it."""
 
-    def __init__(self, kind: str, num_ranks: int, **options: Any) -> None:
+    def __init__(self, kind: str, num_ranks: int, start: Any = Rank, **options: Any) -> None:
         self.link = make(kind, num_ranks, **options)
-        self.processes = [start_rank(rank, self.link.address_of(rank)) for rank in range(num_ranks)]
+        self.processes = [start(rank, self.link.address_of(rank)) for rank in range(num_ranks)]
         self.number = 0
 
     def __enter__(self) -> Ranks:
@@ -61,10 +100,7 @@ class Ranks:
     ) -> None:
         self.link.close()
         for process in self.processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGCONT)
-                process.kill()
-            process.wait(LIMIT)
+            process.close()
 
     def part(self, rank: int) -> tuple[Any, int]:
         """The link that `rank` is at, and its place there."""
@@ -97,7 +133,7 @@ class Ranks:
     def stop(self, rank: int) -> None:
         """SIGSTOP, and wait until it is in force."""
         self.processes[rank].send_signal(signal.SIGSTOP)
-        os.waitpid(self.processes[rank].pid, os.WUNTRACED)
+        wait_until("it has stopped", lambda: process_state(self.processes[rank].pid) == "T")
 
     @contextmanager
     def when_full(self, rank: int, act: Any) -> Iterator[None]:

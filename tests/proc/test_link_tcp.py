@@ -27,7 +27,7 @@ from planaria.executor.link.tcp_port import TcpPort
 from planaria.executor.link.tcp_socket import CHUNK_BYTES, WINDOW
 from planaria.protocol import Call, Done, Exit, Failed
 from tests.proc.link_rank import ENDED
-from tests.proc.links import HEARTBEAT, LIMIT, start_rank, within
+from tests.proc.links import HEARTBEAT, LIMIT, Rank, within
 from tests.proc.servers import SOON, wait_until
 
 
@@ -36,7 +36,7 @@ class Deployment:
 
     def __init__(self) -> None:
         self.link = TcpLink(2, heartbeat=LIMIT)
-        self.process = start_rank(0, self.link.address_of(0))
+        self.process = Rank(0, self.link.address_of(0))
         self.number = 0
 
     def serves(self) -> None:
@@ -265,7 +265,7 @@ def test_a_cut_cable_and_a_stopped_rank_are_noticed_within_the_heartbeat() -> No
     cable = Cable(int(link.address.rpartition(":")[2]))
     through = msgspec.structs.replace(link.invitation(1), address=f"tcp://127.0.0.1:{cable.port}")
     addresses = [link.address_of(0), TcpAddress(through.encode()), link.address_of(2)]
-    processes = [start_rank(rank, address) for rank, address in enumerate(addresses)]
+    processes = [Rank(rank, address) for rank, address in enumerate(addresses)]
     try:
         link.send(1, Call("echo", (1,)))
         assert {link.receive(LIMIT) for _ in range(3)} == {(rank, 1, Done(rank, 1)) for rank in range(3)}
@@ -284,8 +284,7 @@ def test_a_cut_cable_and_a_stopped_rank_are_noticed_within_the_heartbeat() -> No
         link.close()
         cable.close()
         for process in processes:
-            process.kill()
-            process.wait(LIMIT)
+            process.close()
 
 
 def test_who_does_not_receive_learns_of_a_lost_driver_by_its_pulse() -> None:

@@ -339,8 +339,8 @@ def test_a_stopped_rank_goes_on_when_continued(kind: str) -> None:
 def test_ranks_notice_the_drivers_death(kind: str) -> None:
     script = (
         "import os, signal, sys\n"
-        "from tests.proc.links import Ranks\n"
-        f"ranks = Ranks({kind!r}, 2)\n"
+        "from tests.proc.links import Ranks, start_rank\n"
+        f"ranks = Ranks({kind!r}, 2, start_rank)\n"
         "ranks.ask('echo', 0)\n"
         "print(*[p.pid for p in ranks.processes], flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
