@@ -29,7 +29,7 @@ from benchmarks.schemas import FEATURES, drawn
 from planaria import LLM, SamplingParams, StructuredOutputsParams
 from planaria.checkpoint import resolve_checkpoint
 from planaria.errors import RequestError
-from planaria.node import readable
+from planaria.node import process_state, readable
 from planaria.processes import can_give_way
 from planaria.protocol import Fresh
 from planaria.server.tokenise import load_tokenizer
@@ -42,6 +42,7 @@ from planaria.structured.spec import form_of
 from planaria.structured.vocabulary import limits, make_vocabulary
 from planaria.worker.sampler import Sampler
 from tests.model import checkpoints
+from tests.proc.servers import wait_until
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -505,7 +506,8 @@ def test_who_compiles_grammars_is_killed(tmp_path: Path, monkeypatch: pytest.Mon
     assert check.grammar(second, "structured_outputs") and check._processes[0].process is not before
     share = check._processes[0].share
     assert share is not None
-    os.kill(share.id, signal.SIGSTOP)
+    os.kill(share.id, signal.SIGSTOP)  # its first thread hears of it, and then stops the one that compiles
+    wait_until("it has stopped", lambda: process_state(share.id) == "T")
     monkeypatch.setattr(check_module, "PATIENCE", 0.05)
     monkeypatch.setattr(check_module, "ENDING", 0.05)
     with pytest.raises(RequestError, match="send the request again") as error:
