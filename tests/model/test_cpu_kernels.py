@@ -197,7 +197,7 @@ def test_packed_weights(ops: CpuOps, kind: str, skip: int) -> None:
     limit = {"bfloat16": 0.012, "float32": 2e-5}[ops.dtype]
     first, seen = None, x.seen()
     run = ops.compile(lambda o: o.linear(o.rms_norm(o.embed(x.table), x.ones, 1e-6), w), x.batch)
-    for rows in (1, 2, 3, 4, 5, 8, 9, 17, 64, 65, 131):
+    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 17, 64, 65, 131):
         x.use(range(rows))
         got = run().clone()
         want = met(seen[:rows], kind) @ plain.T + bias

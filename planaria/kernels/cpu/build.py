@@ -47,8 +47,8 @@ _of_number = {kind.number: name for name, kind in KINDS.items()}
 
 
 class KindKernels(NamedTuple):
-    """table: addresses of packed.ENTRIES, and bytes of a rounded block. place: brings codes into panels (codes.place),
-    called without the interpreter lock."""
+    """table: addresses of packed.ENTRIES, bytes of a rounded block, packed.few_rows. place: brings codes into panels
+    (codes.place), called without the interpreter lock."""
 
     table: npt.NDArray[np.int64]
     place: Callable[..., None]
@@ -162,11 +162,12 @@ def load(target: Target, cache_dir: Path | None = None) -> EntryPoint:
 def packed_kernels(target: Target, cache_dir: Path | None, number: int) -> KindKernels:
     """Those of a packed kind, by its number, loaded into this process once."""
     from planaria.kernels.cpu.codes import PLACE_ARGS
-    from planaria.kernels.cpu.packed import ENTRIES
+    from planaria.kernels.cpu.packed import ENTRIES, few_rows
     from planaria.kernels.cpu.rounded import form_of
 
     def found(engine: Any) -> KindKernels:
-        sizes = [form_of(target, KINDS[_of_number[number]]).row_bytes]
+        kind = KINDS[_of_number[number]]
+        sizes = [form_of(target, kind).row_bytes, few_rows(target, kind)]
         table = np.array([engine.get_function_address(name) for name in ENTRIES] + sizes, np.int64)
         return KindKernels(table, _function(engine, "pl_place", len(PLACE_ARGS)))
 

@@ -7,7 +7,7 @@ float32. The order of additions is that of micro.py's rule.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from planaria.kernels.blocks import BlockKind
 from planaria.kernels.cpu import superblocks
@@ -19,7 +19,7 @@ from planaria.kernels.cpu.micro import (
     dispatcher,
     finish,
 )
-from planaria.kernels.cpu.rounded import INTRINSICS, form_of, round_rows
+from planaria.kernels.cpu.rounded import INTRINSICS, InPairs, form_of, half_of, host_has, joined, round_rows
 from planaria.kernels.cpu.target import Target
 from planaria.kernels.cpu.unpack import (
     AHEAD,
@@ -52,8 +52,56 @@ def scaled(f: Function, total: str, sum: str, numbers: str, minima: Sequence[str
     return total
 
 
+I8, H16 = "<8 x i32>", "<16 x i16>"
 ENTRIES = ("pl_packed", "pl_wide", "pl_embed", "pl_round")
-PACKED, WIDE, EMBED, ROUND, ROUNDED_BYTES = range(5)  # their places in a kind's table; bytes of a block
+# Their places in a kind's table; bytes of a rounded block; rows up to which PACKED is there
+PACKED, WIDE, EMBED, ROUND, ROUNDED_BYTES, FEW = range(6)
+
+
+def in_halves(target: Target, kind: BlockKind) -> bool:
+    """Whether sums are in two registers of AVX2 each, which are written one by one."""
+    return not target.wide and not kind.by_bytes and host_has("avx2")
+
+
+def few_rows(target: Target, kind: BlockKind) -> int:
+    """Rows up to which weights are unpacked in registers; for more a panel is unpacked to memory once. 9: a token and
+    eight drafts."""
+    return 9 if target.wide or in_halves(target, kind) else 2
+
+
+def sums_of_block(f: Function, form: InPairs, steps: Iterator[str], x_at: list[str], factors: list[str]) -> list[str]:
+    """A block's sums of each row, times columns' scales."""
+    sums = [""] * len(x_at)
+    places = [f.at(x, form.numbers) for x in x_at]
+    for number, runs in enumerate(form.groups):
+        whole = [form.first(f, place, number) for place in places]
+        for first, last in runs:
+            run = [form.begin(f, w, place, number) for w, place in zip(whole, places, strict=True)]
+            for step in range(first, last):
+                codes = next(steps)
+                for r, x in enumerate(x_at):
+                    run[r] = form.add(f, run[r], codes, splat_word(f, f.at(x, 4 * step)))
+            whole = [form.whole(f, w, one) for w, one in zip(whole, run, strict=True)]
+        sums = [add_group(f, sum, one, factors[number]) for sum, one in zip(sums, whole, strict=True)]
+    return sums
+
+
+def sums_in_halves(f: Function, unpack: Unpack, form: InPairs, at: str, x_at: list[str]) -> list[str]:
+    """Of the codes there a block's sums of each row, i32 [16]: in pairs on AVX2, whose 16 registers hold a panel's sums
+    of six rows, or half a panel's of twelve. In this order: LLVM would change it, and put sums into memory."""
+    halves = list[list[str]]()
+    for sides in ([0, 1],) if len(x_at) <= 6 else ([0], [1]):
+        firsts = [half_of(f, "i32", form.first(f, f.at(x, form.numbers), 0), 0, 16) for x in x_at]
+        sums = [list(firsts) for _ in sides]
+        for step, codes in enumerate(unpack.steps(f, at)):
+            own = [half_of(f, "i16", codes, side, 32) for side in sides]
+            for r, x in enumerate(x_at):
+                word = half_of(f, "i16", f.op(f"bitcast {I32} {splat_word(f, f.at(x, 4 * step))} to {H32}"), 0, 32)
+                for sum, code in zip(sums, own, strict=True):
+                    pairs = f.op(f"call {I8} @llvm.x86.avx2.pmadd.wd({H16} {code}, {H16} {word})")
+                    sum[r] = f.opaque(I8, f.op(f"add {I8} {sum[r]}, {pairs}"))
+        halves += sums
+    return [joined(f, "i32", [left, right], 8) for left, right in zip(*halves, strict=True)]
 
 
 def packed(target: Target, kind: BlockKind, rows: int) -> str:
@@ -65,20 +113,14 @@ def packed(target: Target, kind: BlockKind, rows: int) -> str:
         unpack.prefetch(f, w, i, AHEAD)  # codes and scales of the panels that follow
         own, shared = (f.ptr(p) for p in unpack.places(f, "%scales", "%blocks", i))
         x_at = rows_at(f, f.at(first_x, f.mul(i, rows * form.row_bytes)), form, rows)
-        factors = unpack.factors(f, own, shared)
-        sums = [""] * rows
-        steps = unpack.steps(f, f.at(w, f.mul(i, unpack.block_bytes)))
-        for number, runs in enumerate(form.groups):
-            places = [f.at(x, form.numbers) for x in x_at]
-            whole = [form.first(f, place, number) for place in places]
-            for first, last in runs:
-                run = [form.begin(f, w, place, number) for w, place in zip(whole, places, strict=True)]
-                for step in range(first, last):
-                    codes = next(steps)
-                    for r in range(rows):
-                        run[r] = form.add(f, run[r], codes, splat_word(f, f.at(x_at[r], 4 * step)))
-                whole = [form.whole(f, w, one) for w, one in zip(whole, run, strict=True)]
-            sums = [add_group(f, sum, one, factors[number]) for sum, one in zip(sums, whole, strict=True)]
+        at = f.at(w, f.mul(i, unpack.block_bytes))
+        if in_halves(target, kind):
+            whole = sums_in_halves(f, unpack, form, at, x_at)
+            factors = unpack.factors(f, own, shared)  # now: else they take registers all the while
+            sums = [add_group(f, "", one, factors[0]) for one in whole]
+        else:
+            factors = unpack.factors(f, own, shared)
+            sums = sums_of_block(f, form, unpack.steps(f, at), x_at, factors)
         minima = factors[unpack.scales :]
         return [scaled(f, acc[r], sums[r], f.at(x_at[r], form.numbers), minima) for r in range(rows)]
 
@@ -264,7 +306,7 @@ def embed(target: Target, kind: BlockKind) -> str:
 def kind_module(target: Target, kind: BlockKind) -> str:
     """IR of a kind's kernels: those of ENTRIES, which its table has in this order, and pl_place."""
     widths = sorted({1, target.tile_panels})
-    form, inline = form_of(target, kind), range(1, target.inline_rows + 1)
+    form, inline = form_of(target, kind), range(1, few_rows(target, kind) + 1)
     if form.by_superblocks:
         few = {rows: superblocks.packed(target, kind, rows) for rows in inline}
         parts = superblocks.tiles(target, kind)

@@ -118,7 +118,7 @@ def product(
     wide = 16 * (TARGET.item if mode == STORE_ACT else 4)
     while panel < end:
         w, bias = row.w + panel * stride, row.bias + panel * 64
-        if kernels and n <= TARGET.inline_rows:
+        if kernels and n <= get(kernels, packed.FEW):
             invoke(get(kernels, packed.PACKED), n, x, w, w + row.scales, length, out, ldo, mode, bias)
             panel += 1
             out += wide

@@ -74,8 +74,3 @@ class Target:
     @property
     def latent_steps(self) -> int:
         return (4 if self.wide else 2) // self.pair
-
-    @property
-    def inline_rows(self) -> int:
-        """Rows up to which packed weights are unpacked in registers; above, a panel is unpacked to memory once."""
-        return 4 if self.wide else 2
