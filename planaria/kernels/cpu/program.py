@@ -251,7 +251,10 @@ def sum_keys(dim: int, rows: int, p: int, kp: int, chunks: int, o: int, state: i
 def op_attend(c: int, row: fields.AttendOp, tid: int, ticket: int) -> None:
     sequences, kv_heads = get(get(c, layout.COUNTS), layout.SEQUENCES), row.groups
     group = row.heads // kv_heads
-    tokens = max(1, layout.QUERY_ROWS // group)
+    most = max(1, layout.QUERY_ROWS // group)
+    # drafts of one sequence, say: in so many parts, else threads wait for the one that has a key head more
+    units = max(1, sequences * kv_heads)
+    parts = (2 * get(c, layout.THREADS) + units - 1) // units
     mine = scratch(c, tid)
     put(mine + layout.CURSOR, 0, tid)
     put(mine + layout.CURSOR, 1, 0)
@@ -260,6 +263,7 @@ def op_attend(c: int, row: fields.AttendOp, tid: int, ticket: int) -> None:
     unit = atomic_add(ticket, 0, 1)
     while s < sequences:
         new = get32(row.seq_start, s + 1) - get32(row.seq_start, s)
+        tokens = min(most, max(1, (new + parts - 1) // parts))
         tiles = (new + tokens - 1) // tokens
         if unit >= passed + tiles * kv_heads:
             passed += tiles * kv_heads
