@@ -30,6 +30,7 @@ FIRST = 64  # tokens of a prompt that is handed over, before anything is measure
 LEAST, MOST = 32, 1024  # bounds of what is measured
 WEIGHT = 0.1  # of the latest one in a mean
 PAUSE = 0.08  # seconds of a step with streams, at most, as far as prompts are what it takes
+AGAIN = 10.0  # seconds without a hand-over after which one is tried: what it takes may have been long for a moment only
 BESIDE = 2.0  # times as long a prompt takes beside streams, before anything is measured
 
 
@@ -50,16 +51,22 @@ class HandOvers:
     def __init__(self, dispatcher: Dispatcher, router: Router) -> None:
         self.dispatcher, self.router = dispatcher, router
         self.transfer, self.token, self.beside = Mean(), Mean(), Mean()
+        self.measured = -AGAIN  # time.monotonic() of the last transfer's end
 
     @property
     def threshold(self) -> int:
         """Tokens to be computed from which on a prompt is handed over: fewer are computed in the time that takes. A
         hand-over costs one stream that time; computing costs it all that an engine for them has."""
-        if not self.transfer.value or not self.token.value:
+        if not self.token.value or self.unknown:
             return FIRST
         found = [engine.stats.running for engine in self.dispatcher.members.values() if engine.kind == DECODE]
         streams = 1 + sum(found) / max(1, len(found))
         return round(max(LEAST, min(MOST, self.transfer.value / self.token.value / streams)))
+
+    @property
+    def unknown(self) -> bool:
+        """Has none been measured of late?"""
+        return time.monotonic() - self.measured >= AGAIN
 
     @property
     def both(self) -> bool:
@@ -90,7 +97,10 @@ class HandOvers:
         return left >= self.threshold and not self._sooner_beside(len(submit.prompt), left)
 
     def _sooner_beside(self, tokens: int, left: int) -> bool:
-        """Would the first token of a prompt come sooner from an engine with streams, which has `left` to compute?"""
+        """Would the first token of a prompt come sooner from an engine with streams, which has `left` to compute? How
+        fast one for prompts is shows only if it gets some."""
+        if self.unknown and not self.router.coming(PREFILL):
+            return False
         alone = self.token.value or 1.0
         beside = self.beside.value or BESIDE * alone
         return beside * (self.router.coming(DECODE) + left) < alone * (self.router.coming(PREFILL) + tokens)
@@ -118,7 +128,10 @@ class HandOvers:
     def heard(self, stream: Stream) -> None:
         """It goes on, or has ended: nobody needs what was lent."""
         if stream.lent:
-            self.transfer.take(time.monotonic() - stream.lent)
+            if self.unknown:
+                self.transfer = Mean()
+            self.measured = time.monotonic()
+            self.transfer.take(self.measured - stream.lent)
             stream.lent = 0.0
         if stream.pause and stream.tokens:
             self.beside.take(stream.engine.stats.token_seconds)

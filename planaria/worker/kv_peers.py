@@ -89,16 +89,24 @@ class Peer:
                 self._hang_up()
                 return
             began, count, why = time.monotonic(), 0, "silent"
-            try:
-                if began >= self._paused:
+            if began >= self._paused or self._spoke():
+                try:
                     count, why = self._fetch(load)
-            except Exception:  # whatever it is: the rest is computed
-                logger.exception("KV blocks from %s", self.address)
-                why = "error"
-            if why in ("silent", "error"):
-                self._hang_up()  # whatever it says later is not heard
-                self._paused = max(self._paused, began + PAUSE)
+                except Exception:  # whatever it is: the rest is computed
+                    logger.exception("KV blocks from %s", self.address)
+                    why = "error"
+                if why in ("silent", "error"):
+                    self._hang_up()  # whatever it says later is not heard
+                if why in ("silent", "error") or (why == "dropped" and not count):
+                    self._paused = began + PAUSE
             self.ended(load, count, why, time.monotonic() - began)
+
+    def _spoke(self) -> bool:
+        """Has it said anything since it was asked in vain? It may only have taken long to connect."""
+        heard = False
+        while self._end is not None and self._end.frames() is not None:
+            heard = True
+        return heard
 
     def _hang_up(self) -> None:
         if self._end is not None:
@@ -138,7 +146,7 @@ class Peer:
             elif time.monotonic() - heard >= SILENCE:
                 return got, "silent"
             elif not self.bring(load, -1, memoryview(b"")):
-                why = "dropped" if got else "silent"  # whoever waited for it had less patience
+                why = "dropped"  # whoever waited for it had less patience
             else:
                 end.wait(LOOK)
         if why != "silent":

@@ -4,8 +4,10 @@ of another kind, is slow or says nothing can do to who asks it.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -262,9 +264,32 @@ def test_who_is_silent_is_let_be_and_nothing_late_is_written() -> None:
     rank.begin(KVWork(dropped=(1,)))
     assert fetched(rank, 2, offer(liar.port, 2), KEYS[3:5]) == (0, "silent") and len(asked) == 1
     may.set()
+    numbers = itertools.count(3)  # it was late, and is asked again as soon as it says something
+    wait_until("it is asked again", lambda: fetched(rank, next(numbers), offer(liar.port, 1), KEYS[3:4]) == (1, ""))
+    assert holds(rank, 0, 3) and not any(part[1:].any() for part in rank.blocks)
     liar.close()
     rank.close()
-    assert not any(part.any() for part in rank.blocks)
+
+
+def test_who_was_silent_is_asked_again_however_much_is_to_be_fetched_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, asked, rank = [0.0], list[AskBlocks](), peers()
+    monkeypatch.setattr(kv_peers, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def say(ask: AskBlocks) -> Sent:
+        asked.append(ask)
+        return honest(ask) if len(asked) > 1 else []
+
+    liar = Liar(say)
+    rank.begin(KVWork(loads=(KVLoad(1, KEYS[1:3], (1, 2), offer(liar.port, 2)),)))
+    wait_until("it is asked", lambda: asked)
+    rank.begin(KVWork(dropped=(1,)))
+    assert fetched(rank, 2, offer(liar.port, 2), KEYS[3:5]) == (0, "silent")
+    now[0] = kv_peers.PAUSE - 1
+    assert fetched(rank, 3, offer(liar.port, 2), KEYS[3:5]) == (0, "silent")
+    now[0] = kv_peers.PAUSE
+    assert fetched(rank, 4, offer(liar.port, 2), KEYS[3:5]) == (2, "")
+    liar.close()
+    rank.close()
 
 
 @pytest.mark.parametrize(

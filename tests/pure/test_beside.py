@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,9 +11,10 @@ import pytest
 from planaria.core.connector import FIRST_PART, LEAST_PART, Rates
 from planaria.core.resize import DECODE, PREFILL
 from planaria.core.router import Router
+from planaria.server import prefill
 from planaria.server.dispatcher import Dispatcher
 from planaria.server.engine import Engine
-from planaria.server.prefill import PAUSE, HandOvers
+from planaria.server.prefill import AGAIN, MOST, PAUSE, HandOvers
 from planaria.server.stream import Stream
 from planaria.types import SamplingParams
 from planaria.wire import EngineStats, Submit
@@ -111,11 +113,40 @@ def test_a_prompt_goes_where_its_first_token_comes_sooner(rates: dict[str, float
     fleet = Fleet(**rates)
     for each in rates:
         fleet.heard(each)
+        fleet.hand_overs.measured = time.monotonic()
     if waits:
         fleet.router.sent("other", fleet.engines[PREFILL].index, waits, 1)
     assert fleet.goes_to(100) == kind
     fleet.router.sent("another", fleet.engines[DECODE].index, 2000, 1)
     assert fleet.goes_to(100) == PREFILL, "there are prompts, too"
+
+
+def test_hand_overs_that_were_slow_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not handed over says nothing of how long it would take."""
+    now = [100.0]
+    monkeypatch.setattr(prefill, "time", SimpleNamespace(monotonic=lambda: now[0], perf_counter=lambda: now[0]))
+    fleet = Fleet(**{PREFILL: 0.001, DECODE: 0.005})
+
+    def takes(seconds: float) -> None:
+        """A hand-over."""
+        stream = ask(100)
+        stream.lent, stream.engine = now[0], fleet.engines[DECODE]
+        now[0] += seconds
+        fleet.hand_overs.heard(stream)
+
+    fleet.heard(PREFILL)
+    takes(2.0)
+    assert fleet.hand_overs.threshold == MOST and fleet.goes_to(300) == DECODE
+    now[0] += AGAIN
+    assert fleet.goes_to(300) == PREFILL
+    takes(0.1)
+    assert fleet.hand_overs.threshold == 100 and fleet.goes_to(300) == PREFILL
+    fleet.engines[PREFILL].stats = EngineStats(token_seconds=1.0)  # it is slow, for a moment
+    fleet.heard(PREFILL)
+    fleet.heard(DECODE)
+    assert fleet.goes_to(300) == DECODE
+    now[0] += AGAIN
+    assert fleet.goes_to(300) == PREFILL
 
 
 def test_only_prompts_beside_streams_come_in_parts() -> None:
