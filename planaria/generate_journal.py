@@ -66,8 +66,9 @@ class GenerateJournal:
             self._write(asked)
 
     def add(self, delta: Delta) -> None:
-        """Raises OSError."""
-        self._write((self._numbers[delta.request_id], delta))
+        """What has failed is not noted: it is tried again. Raises OSError."""
+        if delta.error is None:
+            self._write((self._numbers[delta.request_id], delta))
 
     def _write(self, line: object) -> None:
         data = memoryview(msgspec.json.encode(line) + b"\n")
