@@ -24,7 +24,7 @@ from tests.proc.servers import PATIENCE, PATIENT, TLS, Server, alive, needs_smol
 
 pytestmark = needs_smollm2
 
-STREAMS, TOKENS = 16, 60
+STREAMS, TOKENS = 8, 60
 HASH = ["--worker-cls", f"{custom.__name__}.HashRank", "--max-model-len", "512"]
 REAL = ["--kv-cache-memory", "256MiB", "--max-model-len", "512", "--batch-invariant"]
 
@@ -126,7 +126,7 @@ def run(
 @pytest.fixture(scope="module")
 def expected(server: Server) -> list[Outcome]:
     outcomes = run(server)
-    assert all(finish for _, _, finish in outcomes) and sum(len(tokens) for tokens, _, _ in outcomes) > 400
+    assert all(finish for _, _, finish in outcomes) and sum(len(tokens) for tokens, _, _ in outcomes) > 250
     return outcomes
 
 

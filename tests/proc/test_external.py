@@ -295,16 +295,23 @@ def test_torchrun_starts_engines_of_a_dense_model(generate: list[str], one_proce
     assert {tuple(line["ranks"]) for line in lines[::2]}.isdisjoint(tuple(line["ranks"]) for line in lines[1::2])
 
 
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
 @pytest.mark.row("P26", "X5")
-def test_what_is_started_again_goes_on_from_the_journal(tmp_path: Path, small: Path) -> None:
-    """The outer launcher ends all processes and starts them again; what had come is not computed again."""
+def test_what_is_started_again_goes_on_from_the_journal(tmp_path: Path, small: Path, victim: int) -> None:
+    """A rank is killed in the middle of a step, in which the others wait for it: its name is everybody's error. The
+    outer launcher starts all processes again; what had come is not computed again."""
     journal = tmp_path / "journal"
-    long = {**LONG, "max_tokens": 450}
-    given: Any = (2, str(small), [long, long], {**SMALL, "tensor_parallel_size": 2})
-    with Program(tmp_path / "before", *given, journal=str(journal)) as program:
+    long = {**LONG, "max_tokens": 300}
+    options = {**SMALL, "tensor_parallel_size": 2}
+    with Program(tmp_path / "before", 2, str(small), [long, *[LONG] * 9], options, journal=str(journal)) as program:
         program.wait_begun()
         wait_until("tokens are noted", lambda: len(journal.read_bytes().splitlines()) > 50)
-    with Program(tmp_path / "after", *given, journal=str(journal)) as program:
+        program.processes[victim].kill()
+        killed = time.monotonic()
+        (error,) = program.wait(1 - victim, seconds=60)
+        assert time.monotonic() - killed < 30.0
+    assert f"EngineDead: rank {victim} failed in step" in error["error"], error["error"]
+    with Program(tmp_path / "after", 2, str(small), [long, long], options, journal=str(journal)) as program:
         seen = program.wait()
     for each in seen:
         assert each["tokens"][0] == each["tokens"][1], each.get("error")
@@ -322,19 +329,6 @@ def test_a_program_sees_the_same_in_every_process(tmp_path: Path, small: Path, o
     assert len(seen[0]["hashes"]) > 20
     assert seen[0]["pids"] == seen[1]["pids"] == [seen[0]["pid"], seen[1]["pid"]]
     assert [tokens for (tokens,) in seen[0]["tokens"][0]] == one_process
-
-
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
-@pytest.mark.row("X5")
-def test_a_killed_ranks_name_is_everybodys_error(tmp_path: Path, small: Path, victim: int) -> None:
-    """In the middle of a step, in which the others wait for it."""
-    with Program(tmp_path, 2, str(small), [LONG] * 200, {**SMALL, "tensor_parallel_size": 2}) as program:
-        program.wait_begun()
-        program.processes[victim].kill()
-        killed = time.monotonic()
-        (seen,) = program.wait(1 - victim, seconds=60)
-        assert time.monotonic() - killed < 30.0
-    assert f"EngineDead: rank {victim} failed in step" in seen["error"], seen["error"]
 
 
 def test_a_stopped_ranks_name_is_everybodys_error(tmp_path: Path) -> None:
