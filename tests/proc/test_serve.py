@@ -84,19 +84,19 @@ def test_chat_streams_what_it_answers(client: openai.OpenAI) -> None:
 
 
 def test_many_at_once_as_alone(client: openai.OpenAI) -> None:
-    """Seeded sampling gives each request the same text in a crowd of 24 as by itself."""
+    """Seeded sampling gives each request the same text in a crowd of 12 as by itself."""
 
     def ask(i: int) -> str:
         answer = client.completions.create(
-            model="smollm2", prompt=f"Story number {i}: Once upon a time", seed=i, temperature=0.8, max_tokens=24
+            model="smollm2", prompt=f"Story number {i}: Once upon a time", seed=i, temperature=0.8, max_tokens=16
         )
         return answer.choices[0].text
 
     alone = [ask(i) for i in range(3)]
-    with concurrent.futures.ThreadPoolExecutor(24) as pool:
-        crowd = list(pool.map(ask, range(24)))
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        crowd = list(pool.map(ask, range(12)))
     assert crowd[:3] == alone
-    assert len(set(crowd)) > 20
+    assert len(set(crowd)) > 10
 
 
 def test_a_seed_and_no_tokenizer(small: Path) -> None:
