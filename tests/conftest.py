@@ -2,8 +2,8 @@
 
 Rules: the default run draws the same examples each time and lets none be too slow, so that a busy machine changes
 nothing; `--hypothesis-profile=search` draws others, and forty times as many. The files that take longest come first,
-so that no worker of a parallel run ends with one of them (the Makefile has xdist keep this order). All of Ray's go to
-one worker: its files share a cluster, and no two of them run beside each other.
+so that no worker of a parallel run ends with one of them (the Makefile has xdist keep this order). Ray's go to one
+worker, whose files share a cluster; but for those on networks of their own, which have clusters of their own.
 Torch's threads sleep while they wait, here and in every process that a test starts: where there are more of them than
 cores they spent five sixths of all time in waiting loops.
 A test that hangs fails (pyproject's `timeout`), but for those that take long; what fails is named at once, so that also
@@ -36,11 +36,11 @@ _constants = providers._get_local_constants
 # It is asked for when tests have been collected, and by each of them.
 providers._get_local_constants = lambda: Constants() if settings().derandomize else _constants()
 
-RAY = "tests/ray/"
+RAY, ON_NETWORKS = "tests/ray/", "tests/ray/test_fleet_networks.py"
 LONGEST_FIRST = (
-    "ray/test_ray.py", "ray/test_facts.py", "ray/test_fleet.py", "ray/test_lanes.py", "ray/test_fleet_networks.py",
-    "ray/test_losses.py", "ray/test_fault_matrix.py", "ray/test_without_ray.py", "ray/test_cluster.py",
-    "ray/test_devices.py", "sim/test_sim.py", "model/test_exact.py", "model/test_gpu_kernels.py",
+    "ray/test_ray.py", "ray/test_facts.py", "ray/test_fleet.py", "ray/test_lanes.py", "ray/test_losses.py",
+    "ray/test_fault_matrix.py", "ray/test_without_ray.py", "ray/test_cluster.py", "ray/test_devices.py",
+    "ray/test_fleet_networks.py", "sim/test_sim.py", "model/test_exact.py", "model/test_gpu_kernels.py",
     "proc/test_external.py", "proc/test_prefill_decode.py", "proc/test_context.py", "proc/test_nodes.py",
     "proc/test_sleep.py", "proc/test_pods.py", "model/test_structured.py", "model/test_foreign.py",
     "model/test_parallel.py", "proc/test_node_loss.py", "proc/test_fault_matrix.py", "proc/test_recovery.py",
@@ -63,7 +63,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFile(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return RAY if nodeid.startswith(RAY) else str(super()._split_scope(nodeid))
+            own = not nodeid.startswith(RAY) or nodeid.startswith(ON_NETWORKS)
+            return str(super()._split_scope(nodeid)) if own else RAY
 
     return ByFile(config, log)
 
