@@ -194,7 +194,8 @@ def test_packed_weights(ops: CpuOps, kind: str, skip: int) -> None:
     more = 1.2 if kind == "q2_k" else 1.05  # than the file, but for whole panels of whole cache lines
     assert w.nbytes <= weight.data.nbytes * more * 208 / 200 + 64 * 13
     plain = dequantise(weight).float()
-    limit = {"bfloat16": 0.012, "float32": 2e-5}[ops.dtype]
+    close_by = 3e-5 if kind == "q2_k" else 2e-5  # its minima are large, and met by sums of 16 bits on AVX2
+    limit = {"bfloat16": 0.012, "float32": close_by}[ops.dtype]
     first, seen = None, x.seen()
     run = ops.compile(lambda o: o.linear(o.rms_norm(o.embed(x.table), x.ones, 1e-6), w), x.batch)
     for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 17, 64, 65, 131):

@@ -7,6 +7,7 @@ float32. The order of additions is that of micro.py's rule.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 from planaria.kernels.blocks import BlockKind
@@ -311,7 +312,10 @@ def kind_module(target: Target, kind: BlockKind) -> str:
         few = {rows: superblocks.packed(target, kind, rows) for rows in inline}
         parts = superblocks.tiles(target, kind)
         many = superblocks.wide(target, kind)
+        then = functools.partial(superblocks.round_sums, target=target, kind=kind) if kind.both > 1 else None
+        rounding = round_rows(target, kind, then)
     else:
+        rounding = round_rows(target, kind)
         few = {rows: packed(target, kind, rows) for rows in inline}
         if kind.by_bytes and target.wide:
             parts, each = [], {panels: wide_in_registers(target, kind, panels) for panels in widths}
@@ -322,6 +326,6 @@ def kind_module(target: Target, kind: BlockKind) -> str:
         many = "\n".join([*each.values(), dispatcher("pl_wide", WIDE_ARGS, "panels", each)])
     return "\n".join([
         DECLARATIONS, INTRINSICS,
-        *parts, *few.values(), many, embed(target, kind), place_codes(kind), round_rows(target, kind),
+        *parts, *few.values(), many, embed(target, kind), place_codes(kind), rounding,
         dispatcher("pl_packed", PACKED_ARGS, "rows", few),
     ])  # fmt: skip

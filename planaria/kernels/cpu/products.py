@@ -94,8 +94,8 @@ def take_rows(row: fields.LinearOp, mine: int, first: int, last: int) -> None:
     for r in range(first, last):
         if row.kernels:
             size = get(row.kernels, packed.ROUNDED_BYTES)
-            step = (last - first) * size
-            invoke(get(row.kernels, packed.ROUND), row.x + r * row.ldx, length, to + (r - first) * size, step)
+            step, place = (last - first) * size, row.scales & 7  # of a superblock
+            invoke(get(row.kernels, packed.ROUND), row.x + r * row.ldx, length, to + (r - first) * size, step, place)
         elif TARGET.widens:
             native.widen(row.x + r * row.ldx, to + (r - first) * length * 8, 2 * length)
 

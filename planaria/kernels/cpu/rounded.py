@@ -9,7 +9,7 @@ exact, whatever the instructions.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from planaria.kernels.blocks import BLOCK, BlockKind
 from planaria.kernels.cpu.emit import F32, I32, Function, literal
@@ -27,8 +27,12 @@ declare {H32} @llvm.x86.avx512.pmaddubs.w.512({B64}, {B64})
 declare <16 x i16> @llvm.x86.avx2.pmadd.ub.sw({B32}, {B32})
 declare <8 x i32> @llvm.x86.avx2.pmadd.wd(<16 x i16>, <16 x i16>)
 declare {I32} @llvm.smax.v16i32({I32}, {I32})
-declare i32 @llvm.vector.reduce.smax.v16i32({I32})
+declare <8 x i32> @llvm.smax.v8i32(<8 x i32>, <8 x i32>)
+declare <4 x i32> @llvm.smax.v4i32(<4 x i32>, <4 x i32>)
 declare {B32} @llvm.x86.avx2.pshuf.b({B32}, {B32})
+declare i32 @llvm.vector.reduce.smax.v8i32(<8 x i32>)
+declare i32 @llvm.vector.reduce.smax.v16i32({I32})
+declare <8 x float> @llvm.fma.v8f32(<8 x float>, <8 x float>, <8 x float>)
 declare i64 @llvm.smin.i64(i64, i64)
 declare i64 @llvm.smax.i64(i64, i64)
 """
@@ -179,42 +183,85 @@ def joined(f: Function, item: str, halves: list[str], lanes: int) -> str:
     return f.op(f"shufflevector {kind} {halves[0]}, {kind} {halves[1]}, <{2 * lanes} x i32> <{picked}>")
 
 
-def round_rows(target: Target, kind: BlockKind) -> str:
+AT_ONCE = 4  # blocks whose largest values and sums are found together
+
+
+def of_each(f: Function, combined: Callable[[str, str, str], str], vectors: Sequence[str]) -> str:
+    """All lanes of each of four vectors i32 [16], combined: i32 [4]. combined: of two vectors of that type."""
+
+    def picked(a: str, b: str, lanes: Sequence[int]) -> str:
+        """Of each quarter of both these lanes."""
+        mask = ", ".join(f"i32 {4 * q + lane % 4 + 16 * (lane // 4)}" for q in range(4) for lane in lanes)
+        return f.op(f"shufflevector {I32} {a}, {I32} {b}, <16 x i32> <{mask}>")
+
+    def pair(a: str, b: str, first: Sequence[int], second: Sequence[int]) -> str:
+        return combined(I32, picked(a, b, first), picked(a, b, second))
+
+    halves = [pair(*vectors[i : i + 2], (0, 4, 1, 5), (2, 6, 3, 7)) for i in (0, 2)]
+    found, lanes = pair(*halves, (0, 1, 4, 5), (2, 3, 6, 7)), 16
+    while lanes > 4:
+        first, second = (half_of(f, "i32", found, half, lanes) for half in (0, 1))
+        lanes //= 2
+        found = combined(f"<{lanes} x i32>", first, second)
+    return found
+
+
+def round_rows(target: Target, kind: BlockKind, then: Callable[[Function], None] | None = None) -> str:
     """A row of so many blocks, rounded, each `step` bytes after the last. What isn't finite makes its block's scale no
-    number."""
-    f, form = Function("pl_round", ("x", "blocks", "out", "step")), form_of(target, kind)
-    act, x, out = Elements(f, target), f.ptr("%x"), f.ptr("%out")
+    number. place: of the row's first block in a superblock, for `then`, which comes at the end."""
+    f, form = Function("pl_round", ("x", "blocks", "out", "step", "place")), form_of(target, kind)
+    act, x, out, last = Elements(f, target), f.ptr("%x"), f.ptr("%out"), f.add("%blocks", -1)
+    most_wanted, share, nothing = (
+        f"<{', '.join([f'float {literal(value)}'] * AT_ONCE)}>" for value in (form.most, 1 / form.most, 0.0)
+    )
+    floats, places = f"<{AT_ONCE} x float>", range(AT_ONCE)
+
+    def larger(kind: str, a: str, b: str) -> str:
+        # as integers, whose order is that of floats: their maximum is a tree, that of floats a chain for NaNs' sake
+        return f.op(f"call {kind} @llvm.smax.v{kind[1:].split()[0]}i32({kind} {a}, {kind} {b})")
+
+    def added(kind: str, a: str, b: str) -> str:
+        return f.op(f"add {kind} {a}, {b}")
+
+    def one(vector: str, place: int, kind: str = "float") -> str:
+        return f.op(f"extractelement <{AT_ONCE} x {kind}> {vector}, i64 {place}")
 
     def body(i: str) -> None:
-        at, to = f.at(x, f.mul(i, 32 * target.item)), f.at(out, f.mul(i, "%step"))
-        halves = [act.load(f.at(at, 16 * target.item * h)) for h in range(2)]
-        # as integers, whose order is that of floats: their maximum is a tree, that of floats a chain for NaNs' sake
-        bits = [f.op(f"and {I32} {f.op(f'bitcast {F32} {v} to {I32}')}, {f.const_i32(0x7FFFFFFF)}") for v in halves]
-        larger = f.op(f"call {I32} @llvm.smax.v16i32({I32} {bits[0]}, {I32} {bits[1]})")
-        largest = f.op(f"call i32 @llvm.vector.reduce.smax.v16i32({I32} {larger})")
-        most = f.op(f"bitcast i32 {largest} to float")
-        inverse = f.op(f"fdiv float {literal(form.most)}, {most}")
-        none = f.op(f"fcmp oeq float {most}, {literal(0.0)}")
-        factor = f.splat("float", f.op(f"select i1 {none}, float {literal(0.0)}, float {inverse}"))
-        zero = f.op(f"fsub float {most}, {most}")  # or no number
-        scale = f.op(f"fadd float {f.op(f'fmul float {most}, {literal(1 / form.most)}')}, {zero}")
-        f.store("float", scale, f.at(to, form.numbers), 4)
-        sums = []
-        for h, v in enumerate(halves):
-            moved = f.op(f"bitcast {F32} {f.fma(v, factor, f.const_f32(ROUNDING))} to {I32}")
-            whole = f.op(f"sub {I32} {moved}, {f.const_i32(ROUNDING_BITS)}")
-            short = f"<16 x i{form.item}>"
-            f.store(short, f.op(f"trunc {I32} {whole} to {short}"), f.at(to, 2 * form.item * h), 2)
-            sums.append(whole)
-        if form.count == 1:
-            sums = [f.op(f"add {I32} {sums[0]}, {sums[1]}")]
-        for g, of_group in enumerate(sums):
-            sum = f.op(f"call i32 @llvm.vector.reduce.add.v16i32({I32} {of_group})")
-            place = f.at(to, form.numbers + 4 + 4 * g)
-            if kind.offset:
-                f.store("i32", form.offsets(f, of_group, sum), place, 4)
-            else:
-                f.store("float", f.op(f"fmul float {scale}, {f.op(f'sitofp i32 {sum} to float')}"), place, 4)
+        # behind the last block, that again
+        blocks = [f.op(f"call i64 @llvm.smin.i64(i64 {f.add(i, k)}, i64 {last})") for k in places]
+        to, halves, tops = [f.at(out, f.mul(block, "%step")) for block in blocks], list[list[str]](), list[str]()
+        for block in blocks:
+            at = f.at(x, f.mul(block, 32 * target.item))
+            halves.append([act.load(f.at(at, 16 * target.item * h)) for h in range(2)])
+            bits = [f.op(f"bitcast {F32} {v} to {I32}") for v in halves[-1]]
+            tops.append(larger(I32, *(f.op(f"and {I32} {b}, {f.const_i32(0x7FFFFFFF)}") for b in bits)))
+        most = f.op(f"bitcast <{AT_ONCE} x i32> {of_each(f, larger, tops)} to {floats}")
+        inverse = f.op(f"fdiv {floats} {most_wanted}, {most}")
+        none = f.op(f"fcmp oeq {floats} {most}, {nothing}")
+        factor = f.op(f"select <{AT_ONCE} x i1> {none}, {floats} {nothing}, {floats} {inverse}")
+        zero = f.op(f"fsub {floats} {most}, {most}")  # or no number
+        scale = f.op(f"fadd {floats} {f.op(f'fmul {floats} {most}, {share}')}, {zero}")
+        sums = list[list[str]]()  # of each block, by group
+        for k in places:
+            f.store("float", one(scale, k), f.at(to[k], form.numbers), 4)
+            own, wholes = f.splat("float", one(factor, k)), list[str]()
+            for h, v in enumerate(halves[k]):
+                moved = f.op(f"bitcast {F32} {f.fma(v, own, f.const_f32(ROUNDING))} to {I32}")
+                wholes.append(f.op(f"sub {I32} {moved}, {f.const_i32(ROUNDING_BITS)}"))
+                short = f"<16 x i{form.item}>"
+                f.store(short, f.op(f"trunc {I32} {wholes[-1]} to {short}"), f.at(to[k], 2 * form.item * h), 2)
+            sums.append(wholes if form.count > 1 else [added(I32, *wholes)])
+        for g in range(form.count):
+            total = of_each(f, added, [each[g] for each in sums])
+            times = f.op(f"fmul {floats} {scale}, {f.op(f'sitofp <{AT_ONCE} x i32> {total} to {floats}')}")
+            for k in places:
+                place = f.at(to[k], form.numbers + 4 + 4 * g)
+                if kind.offset:
+                    f.store("i32", form.offsets(f, sums[k][g], one(total, k, "i32")), place, 4)
+                else:
+                    f.store("float", one(times, k), place, 4)
 
-    f.each("%blocks", 1, body)
+    f.each("%blocks", AT_ONCE, body)
+    if then is not None:
+        then(f)
     return f.end()

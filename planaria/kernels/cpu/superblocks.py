@@ -2,8 +2,9 @@
 
 A superblock's integer scales are multiplied in integers, by the instruction that widens 16-bit sums; its float16
 numbers come once, after its last block. One output is, superblock after superblock, the sums of blocks times their
-rows' scales, added up and times the superblock's scale; then likewise the minima. So additions are in the same order
-whatever the tile.
+rows' scales, added up and times the superblock's scale; then the minima's. So additions are in the same order whatever
+the tile. Sums of a row's blocks, which minima are multiplied by, are rounded to int16 by the largest of a superblock,
+so that two minima are multiplied at once and added up exactly.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 from planaria.kernels.blocks import BlockKind
 from planaria.kernels.cpu import layout
-from planaria.kernels.cpu.emit import F32, I32, Function
+from planaria.kernels.cpu.emit import F32, I32, Function, literal
 from planaria.kernels.cpu.micro import H32, finish
 from planaria.kernels.cpu.rounded import InBytes, half_of, joined
 from planaria.kernels.cpu.target import Target
@@ -25,19 +26,22 @@ from planaria.kernels.cpu.unpack import (
     half,
     in_tiles,
     rows_at,
+    splat,
     splat_word,
 )
+from planaria.kernels.cpu.vector import ROUNDING, ROUNDING_BITS
 
 BLOCKS = 8  # of a superblock
 MOST = 6  # rows of a tile
 ZERO = "zeroinitializer"
 FIRST, NEXT = "pl_first", "pl_next"  # of a superblock's blocks
-# What `wide` leaves for tiles, in bytes behind a block's codes: its scales as pairs of int16; minima of the
-# superblock as float32, its scale, and what minima are multiplied by
+# What `wide` leaves behind a block's codes, in bytes: its scales as pairs of int16, and minima of the superblock as
+# pairs of int16 of each column
 SCALES, MINIMA = 512, 640
-SHARED = MINIMA + 64 * 2 * BLOCKS
-# Of ROW_BLOCK rows there are totals, what a superblock has added up, and what its minima are multiplied by
-PARTIAL, EACH = 64 * layout.ROW_BLOCK, 4 * layout.ROW_BLOCK
+PARTIAL = 64 * layout.ROW_BLOCK  # behind totals of ROW_BLOCK rows: what a superblock has added up
+# Numbers of a row's block: behind its scale its sum, or sums, as a pair of int16 (of one sum, then its neighbour's),
+# and the float32 that those of its superblock are multiplied by
+SUM, SUM_SCALE, MOST_SUM = 4, 8, 32767
 
 
 def splat_float(f: Function, pointer: str) -> str:
@@ -51,6 +55,13 @@ def pairs(f: Function, small: str) -> str:
     return f.op(f"shufflevector {H32} {wide}, {H32} poison, <32 x i32> <{picked}>")
 
 
+def multiplied(f: Function, a: str, b: str) -> str:
+    """Sums i32 [16] of the products of pairs, of int16 [16][2]."""
+    sides = [[half_of(f, "i16", v, side, 32) for side in range(2)] for v in (a, b)]
+    call = "call <8 x i32> @llvm.x86.avx2.pmadd.wd"
+    return joined(f, "i32", [f.op(f"{call}(<16 x i16> {x}, <16 x i16> {y})") for x, y in zip(*sides, strict=True)], 8)
+
+
 def kept(f: Function, run: str) -> str:
     """A run's sums so far, in registers, and computed before what follows: LLVM would add up in another order, and put
     sums into memory."""
@@ -59,10 +70,7 @@ def kept(f: Function, run: str) -> str:
 
 def widened(f: Function, before: str, run: str, scales: str) -> str:
     """Sums of a block i32 [16], with those of a run times its scales."""
-    sides = [[half_of(f, "i16", v, side, 32) for side in range(2)] for v in (run, scales)]
-    call = "call <8 x i32> @llvm.x86.avx2.pmadd.wd"
-    sums = [f.op(f"{call}(<16 x i16> {a}, <16 x i16> {b})") for a, b in zip(*sides, strict=True)]
-    both = joined(f, "i32", sums, 8)
+    both = multiplied(f, run, scales)
     return f.op(f"add {I32} {before}, {both}") if before else both
 
 
@@ -72,7 +80,8 @@ class Superblocks(Unpack):
     def __init__(self, target: Target, kind: BlockKind) -> None:
         super().__init__(target, kind)
         self.form = InBytes(target, kind)
-        self.minima = self.groups * (kind.both - 1)  # of a block
+        self.has_minima = kind.both > 1
+        self.alike = 2 // self.groups  # blocks whose minima are multiplied at once
 
     def how_many(self, f: Function) -> str:
         """Superblocks of the panel, also in part."""
@@ -99,15 +108,26 @@ class Superblocks(Unpack):
     def scale(self, f: Function, own: str, group: int) -> str:
         return pairs(f, self.small(f, own, group))
 
-    def minimum(self, f: Function, own: str, i: int) -> str:
-        return as_float(f, self.small(f, own, self.groups + i))
+    def minima(self, f: Function, own: str) -> str:
+        """Of a block, i32 [16]: one, or two int16."""
+        found = self.small(f, own, self.groups)
+        if self.groups == 1:
+            return found
+        other = f.op(f"shl {I32} {self.small(f, own, self.groups + 1)}, {f.const_i32(16)}")
+        return f.op(f"or {I32} {found}, {other}")
+
+    def with_minima(self, f: Function, before: str, minima: str, numbers: str) -> str:
+        """before plus minima times the sums of a row's block, i32 [16]."""
+        words = [f.op(f"bitcast {I32} {v} to {H32}") for v in (minima, splat_word(f, f.at(numbers, SUM)))]
+        found = multiplied(f, *words)
+        return f.op(f"add {I32} {before}, {found}") if before else found
 
     def sums(
         self, f: Function, x_at: list[str], codes: Iterator[str], scale: Callable[[int], str],
         partial: Callable[[int], str],
-    ) -> list[str]:  # fmt: skip
-        """partial(row) plus a block's sums times the row's scale. scale(group): pairs. Both are asked for late, so that
-        few values are alive at a time."""
+    ) -> Iterator[str]:  # fmt: skip
+        """partial(row) plus a block's sums times the row's scale, row after row. scale(group): pairs. All are asked for
+        late, so that few values are alive at a time."""
         form, found = self.form, [""] * len(x_at)
         numbers = [f.at(x, form.numbers) for x in x_at]
         for group, runs in enumerate(form.groups):
@@ -117,44 +137,86 @@ class Superblocks(Unpack):
                     code = next(codes)
                     for r, x in enumerate(x_at):
                         run[r] = kept(f, form.add(f, run[r], code, splat_word(f, f.at(x, 4 * step))))
-                factors = scale(group)
-                found = [widened(f, a, b, factors) for a, b in zip(found, run, strict=True)]
-        each = enumerate(zip(found, numbers, strict=True))
-        return [f.fma(as_float(f, sum), splat_float(f, at), partial(r)) for r, (sum, at) in each]
+                factors, ends = scale(group), last == form.steps
+                for r, (before, one) in enumerate(zip(found, run, strict=True)):
+                    found[r] = widened(f, before, one, factors)
+                    if ends:
+                        yield f.fma(as_float(f, found[r]), splat_float(f, numbers[r]), partial(r))
 
-    def least(self, f: Function, numbers: list[list[str]], minima: list[str], partial: list[str]) -> list[str]:
-        """partial plus a block's minima. numbers: of each minimum, where those are of each row that it is multiplied
-        by."""
-        for places, minimum in zip(numbers, minima, strict=True):
-            each = zip(places, partial, strict=True)
-            partial = [f.fma(splat_float(f, at), minimum, before) for at, before in each]
-        return partial
+    def total(self, f: Function, before: str, partial: str, minima: str, shared: list[str], numbers: str) -> str:
+        """before plus a superblock's products, and its minima's (i32, or ""). numbers: of a row's block in it."""
+        before = f.fma(partial, shared[0], before)
+        if not minima:
+            return before
+        factor = f.vec("fmul", shared[1], splat_float(f, f.at(numbers, SUM_SCALE)))
+        return f.fma(as_float(f, minima), factor, before)
 
-    def total(self, f: Function, before: str, partial: list[str], shared: list[str]) -> str:
-        for one, factor in zip(partial, shared, strict=True):
-            before = f.fma(one, factor, before)
-        return before
+
+def round_sums(f: Function, target: Target, kind: BlockKind) -> None:
+    """The end of rounded.round_rows: what minima are multiplied by (see SUM). %place: of the row in a superblock."""
+    form, out = InBytes(target, kind), f.ptr("%out")
+    groups, lanes = form.count, BLOCKS * form.count
+    words, floats, shorts = (f"<{n} x {t}>" for n, t in ((lanes, "i32"), (lanes, "float"), (2 * lanes, "i16")))
+
+    def superblock(which: str) -> None:
+        begin = f.op(f"sub i64 {f.shl(which, 3)}, %place")
+        end = f.op(f"call i64 @llvm.smin.i64(i64 {f.add(begin, BLOCKS)}, i64 %blocks)")
+        begin = f.op(f"call i64 @llvm.smax.i64(i64 {begin}, i64 0)")
+        last, at, sums = f.add(end, -1), list[str](), "poison"
+        for k in range(BLOCKS):  # behind the last that again: nothing is multiplied by its neighbour then
+            number = f.op(f"call i64 @llvm.smin.i64(i64 {f.add(begin, k)}, i64 {last})")
+            at.append(f.at(out, f.add(f.mul(number, "%step"), form.numbers)))
+            for g in range(groups):
+                one = f.load("float", f.at(at[-1], SUM + 4 * g), 4)
+                sums = f.op(f"insertelement {floats} {sums}, float {one}, i64 {k * groups + g}")
+        bits = f.op(f"and {words} {f.op(f'bitcast {floats} {sums} to {words}')}, {splat(words, 0x7FFFFFFF)}")
+        most = f.op(f"bitcast i32 {f.op(f'call i32 @llvm.vector.reduce.smax.v{lanes}i32({words} {bits})')} to float")
+        none = f.op(f"fcmp oeq float {most}, {literal(0.0)}")
+        inverse = f.op(f"fdiv float {literal(MOST_SUM)}, {most}")
+        factor = f.op(f"select i1 {none}, float {literal(0.0)}, float {inverse}")
+        wide = (f.splat("float", value, lanes) for value in (factor, literal(ROUNDING)))
+        args = ", ".join(f"{floats} {value}" for value in (sums, *wide))
+        moved = f.op(f"call {floats} @llvm.fma.v{lanes}f32({args})")
+        whole = f.op(f"sub {words} {f.op(f'bitcast {floats} {moved} to {words}')}, {splat(words, ROUNDING_BITS)}")
+        low = f.op(f"bitcast {words} {whole} to {shorts}")
+        picked = ", ".join(f"i32 {2 * lane}" for i in range(lanes) for lane in (i, i ^ 1))
+        pairs = f.op(f"shufflevector {shorts} {low}, {shorts} poison, <{2 * lanes} x i32> <{picked}>")
+        pairs = f.op(f"bitcast {shorts} {pairs} to {words}")
+        scale = f.op(f"fmul float {most}, {literal(1 / MOST_SUM)}")
+        for k, place in enumerate(at):
+            f.store("i32", f.op(f"extractelement {words} {pairs}, i64 {k * groups}"), f.at(place, SUM), 4)
+            f.store("float", scale, f.at(place, SUM_SCALE), 4)
+
+    count = f.op(f"lshr i64 {f.add(f.add('%place', '%blocks'), BLOCKS - 1)}, 3")
+    f.each(count, 1, superblock)
 
 
 def packed(target: Target, kind: BlockKind, rows: int) -> str:
     """As packed.packed."""
     f = Function(f"pl_packed_{rows}", PACKED_ARGS)
     panel, w, first_x = Superblocks(target, kind), f.ptr("%w"), f.ptr("%x")
-    form, both = panel.form, kind.both
+    form = panel.form
+
+    def rows_of(i: str) -> list[str]:
+        return rows_at(f, f.at(first_x, f.mul(i, rows * form.row_bytes)), form, rows)
 
     def superblock(which: str, acc: list[str]) -> list[str]:
         def block(i: str, partial: list[str]) -> list[str]:
             panel.prefetch(f, w, i, AHEAD)  # codes and scales of the panels that follow
-            own, x_at = panel.own(f, i), rows_at(f, f.at(first_x, f.mul(i, rows * form.row_bytes)), form, rows)
+            own, x_at = panel.own(f, i), rows_of(i)
             codes = panel.steps(f, f.at(w, f.mul(i, panel.block_bytes)))
-            sums = panel.sums(f, x_at, codes, lambda group: panel.scale(f, own, group), lambda r: partial[r])
-            minima = [panel.minimum(f, own, k) for k in range(panel.minima)]
-            numbers = [[f.at(x, form.numbers + 4 * (1 + k)) for x in x_at] for k in range(panel.minima)]
-            return sums + panel.least(f, numbers, minima, partial[rows:])
+            sums = list(panel.sums(f, x_at, codes, lambda group: panel.scale(f, own, group), lambda r: partial[r]))
+            if not panel.has_minima:
+                return sums
+            minima, each = panel.minima(f, own), zip(x_at, partial[rows:], strict=True)
+            return sums + [panel.with_minima(f, before, minima, f.at(x, form.numbers)) for x, before in each]
 
-        partial = f.loop(*panel.within(f, which), 1, [(F32, ZERO)] * (rows * both), block)
-        shared = panel.shared(f, which)
-        return [panel.total(f, acc[r], partial[r::rows], shared) for r in range(rows)]
+        begin, end = panel.within(f, which)
+        carried = [(F32, ZERO)] * rows + [(I32, ZERO)] * (rows * panel.has_minima)
+        found, shared = f.loop(begin, end, 1, carried, block), panel.shared(f, which)
+        partial, minima = found[:rows], found[rows:] or [""] * rows
+        each = zip(acc, partial, minima, rows_of(begin), strict=True)
+        return [panel.total(f, a, p, m, shared, f.at(x, form.numbers)) for a, p, m, x in each]
 
     total = f.loop(0, panel.how_many(f), 1, [(F32, ZERO)] * rows, superblock)
     finish(f, target, [[t] for t in total], "%out", "%ldo", "%mode", "%bias")
@@ -162,11 +224,10 @@ def packed(target: Target, kind: BlockKind, rows: int) -> str:
 
 
 def part(target: Target, kind: BlockKind, rows: int, name: str) -> str:
-    """partial[rows][16] = (FIRST) or += (NEXT) one block's products, of `codes` as `wide` leaves them.
-    numbers: where those go that minima are multiplied by, [minima][ROW_BLOCK] float32."""
-    f = Function(f"{name}_{rows}", ("x", "codes", "partial", "numbers"))
+    """partial[rows][16] = (FIRST) or += (NEXT) one block's products, of `codes` as `wide` leaves them."""
+    f = Function(f"{name}_{rows}", ("x", "codes", "partial"))
     panel, codes = Superblocks(target, kind), f.ptr("%codes")
-    x_at, partial, numbers = rows_at(f, f.ptr("%x"), panel.form, rows), f.ptr("%partial"), f.ptr("%numbers")
+    x_at, partial = rows_at(f, f.ptr("%x"), panel.form, rows), f.ptr("%partial")
     steps = (f.load(panel.form.codes, f.at(codes, 64 * i), 64) for i in range(panel.form.steps))
     sums = panel.sums(
         f, x_at, steps, lambda i: f.load(H32, f.at(codes, SCALES + 64 * i), 64),
@@ -174,37 +235,35 @@ def part(target: Target, kind: BlockKind, rows: int, name: str) -> str:
     )  # fmt: skip
     for r, sum in enumerate(sums):
         f.store(F32, sum, f.at(partial, 64 * r), 64)
-        for k in range(panel.minima):
-            word = f.load("i32", f.at(x_at[r], panel.form.numbers + 4 * (1 + k)), 4)
-            f.store("i32", word, f.at(numbers, EACH * k + 4 * r), 4)
-    return f.end()
-
-
-def fold(target: Target, kind: BlockKind, rows: int) -> str:
-    """acc[rows][16] += what is added up for a superblock of so many blocks, and its minima."""
-    f = Function(f"pl_fold_{rows}", ("numbers", "codes", "acc", "count"))
-    panel, numbers, codes, acc = Superblocks(target, kind), f.ptr("%numbers"), f.ptr("%codes"), f.ptr("%acc")
-
-    def block(i: str, partial: list[str]) -> list[str]:
-        at, of_rows = (f.at(place, f.mul(i, each * panel.minima)) for place, each in ((codes, 64), (numbers, EACH)))
-        minima = [f.load(F32, f.at(at, MINIMA + 64 * k), 64) for k in range(panel.minima)]
-        places = [[f.at(of_rows, EACH * k + 4 * r) for r in range(rows)] for k in range(panel.minima)]
-        return panel.least(f, places, minima, partial)
-
-    minima = f.loop(0, "%count", 1, [(F32, ZERO)] * rows, block) if panel.minima else []
-    shared = [f.load(F32, f.at(codes, SHARED + 64 * i), 64) for i in range(kind.both)]
-    for r in range(rows):
-        place = f.at(acc, 64 * r)
-        partial = [f.load(F32, f.at(place, PARTIAL), 64), *minima[r : r + 1]]
-        f.store(F32, panel.total(f, f.load(F32, place, 64), partial, shared), place, 64)
     return f.end()
 
 
 def tiles(target: Target, kind: BlockKind) -> list[str]:
     """What `wide` calls."""
-    sizes = range(1, MOST + 1)
-    parts = [part(target, kind, rows, name) for name in (FIRST, NEXT) for rows in sizes]
-    return parts + [fold(target, kind, rows) for rows in sizes]
+    return [part(target, kind, rows, name) for name in (FIRST, NEXT) for rows in range(1, MOST + 1)]
+
+
+def fold(f: Function, panel: Superblocks, x: str, block_bytes: str, blocks: str, which: str) -> None:
+    """Totals += what is added up for a superblock of so many blocks, the first of them at x, and its minima."""
+    form, codes, shared, minima, apart = panel.form, f.ptr("%codes"), panel.shared(f, which), list[str](), list[str]()
+    if panel.has_minima:
+        last = f.op(f"udiv i64 {f.add(blocks, -1)}, {panel.alike}")
+        for i in range(BLOCKS // panel.alike):  # behind the last none, of a row's numbers that are there
+            there = f.op(f"icmp sle i64 {i}, {last}")
+            found = f.load(I32, f.at(codes, MINIMA + 64 * i), 64)
+            minima.append(f.op(f"select i1 {there}, {I32} {found}, {I32} {ZERO}"))
+            block = f.op(f"select i1 {there}, i64 {i * panel.alike}, i64 0")
+            apart.append(f.mul(block, block_bytes))
+
+    def row(_: str, at: list[str]) -> list[str]:
+        numbers, own = f.at(at[0], form.numbers), ""
+        for place, one in zip(apart, minima, strict=True):
+            own = panel.with_minima(f, own, one, f.at(numbers, place))
+        partial = f.load(F32, f.at(at[1], PARTIAL), 64)
+        f.store(F32, panel.total(f, f.load(F32, at[1], 64), partial, own, shared, numbers), at[1], 64)
+        return [f.at(at[0], form.row_bytes), f.at(at[1], 64)]
+
+    f.loop(0, "%rows", 1, [("ptr", f.ptr(x)), ("ptr", f.ptr("%acc"))], row)
 
 
 def wide(target: Target, kind: BlockKind) -> str:
@@ -228,30 +287,24 @@ def wide(target: Target, kind: BlockKind) -> str:
                 f.store(form.codes, code, f.at(codes, 64 * step), 64)
             for group in range(panel.groups):
                 f.store(H32, panel.scale(f, own, group), f.at(codes, SCALES + 64 * group), 64)
-            slot = f.at(codes, f.mul(number, 64 * panel.minima))
-            for k in range(panel.minima):
-                f.store(F32, panel.minimum(f, own, k), f.at(slot, MINIMA + 64 * k), 64)
-            numbers = f.add(f.add("%acc", 2 * PARTIAL), f.mul(number, EACH * panel.minima))
+            if panel.has_minima:
+                minima, slot = panel.minima(f, own), f.op(f"udiv i64 {number}, {panel.alike}")
+                place = f.at(codes, f.add(f.shl(slot, 6), MINIMA))
+                odd = f.op(f"trunc i64 {f.op(f'urem i64 {number}, {panel.alike}')} to i32")  # behind what is there
+                before = f.op(f"and {I32} {f.load(I32, place, 64)}, {f.splat('i32', f.op(f'sub i32 0, {odd}'))}")
+                moved = f.op(f"shl {I32} {minima}, {f.splat('i32', f.op(f'shl i32 {odd}, 4'))}")
+                f.store(I32, f.op(f"or {I32} {before}, {moved}"), place, 64)
             x = f.add("%x", f.mul(i, block_bytes))
 
             def tile(rows: int, r: str) -> None:
                 partial = f.add(f.add("%acc", PARTIAL), f.shl(r, 6))
-                row, of_row = f.add(x, f.mul(r, form.row_bytes)), f.add(numbers, f.shl(r, 2))
-                call(f"{name}_{rows}", row, "%codes", partial, of_row)
+                call(f"{name}_{rows}", f.add(x, f.mul(r, form.row_bytes)), "%codes", partial)
 
             return in_tiles(f, MOST, tile, fetch)
 
         wanted = block(begin, fetch[0], FIRST)
         after = f.loop(f.add(begin, 1), end, 1, [("i64", wanted)], lambda i, fetch: [block(i, fetch[0], NEXT)])
-        for i, factor in enumerate(panel.shared(f, which)):
-            f.store(F32, factor, f.at(codes, SHARED + 64 * i), 64)
-        count = f.op(f"sub i64 {end}, {begin}")
-
-        def tile(rows: int, r: str) -> None:
-            numbers = f.add(f.add("%acc", 2 * PARTIAL), f.shl(r, 2))
-            call(f"pl_fold_{rows}", numbers, "%codes", f.add("%acc", f.shl(r, 6)), count)
-
-        in_tiles(f, MOST, tile)
+        fold(f, panel, f.add("%x", f.mul(begin, block_bytes)), block_bytes, f.op(f"sub i64 {end}, {begin}"), which)
         return after
 
     f.loop(0, panel.how_many(f), 1, [("i64", "%fetch")], superblock)
