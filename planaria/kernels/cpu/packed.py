@@ -7,7 +7,6 @@ float32. The order of additions is that of micro.py's rule.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 
 from planaria.kernels.blocks import BlockKind
@@ -308,14 +307,16 @@ def kind_module(target: Target, kind: BlockKind) -> str:
     """IR of a kind's kernels: those of ENTRIES, which its table has in this order, and pl_place."""
     widths = sorted({1, target.tile_panels})
     form, inline = form_of(target, kind), range(1, few_rows(target, kind) + 1)
+
+    def then(f: Function, begin: str, end: str) -> None:
+        if kind.both > 1:
+            superblocks.round_sums(f, target, kind, begin, end)
+
     if form.by_superblocks:
         few = {rows: superblocks.packed(target, kind, rows) for rows in inline}
         parts = superblocks.tiles(target, kind)
         many = superblocks.wide(target, kind)
-        then = functools.partial(superblocks.round_sums, target=target, kind=kind) if kind.both > 1 else None
-        rounding = round_rows(target, kind, then)
     else:
-        rounding = round_rows(target, kind)
         few = {rows: packed(target, kind, rows) for rows in inline}
         if kind.by_bytes and target.wide:
             parts, each = [], {panels: wide_in_registers(target, kind, panels) for panels in widths}
@@ -326,6 +327,6 @@ def kind_module(target: Target, kind: BlockKind) -> str:
         many = "\n".join([*each.values(), dispatcher("pl_wide", WIDE_ARGS, "panels", each)])
     return "\n".join([
         DECLARATIONS, INTRINSICS,
-        *parts, *few.values(), many, embed(target, kind), place_codes(kind), rounding,
+        *parts, *few.values(), many, embed(target, kind), place_codes(kind), round_rows(target, kind, then),
         dispatcher("pl_packed", PACKED_ARGS, "rows", few),
     ])  # fmt: skip

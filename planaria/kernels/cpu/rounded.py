@@ -1,5 +1,5 @@
-"""Rows as packed weights meet them: each block of 32 rounded by its own largest value, to integers of 15 or 8 bits, and
-how those are multiplied by codes. Part of a packed kind's object (packed.py).
+"""Rows as packed weights meet them: each block of 32 rounded by its own largest value (or that of two, see round_rows),
+to integers of 15 or 8 bits, and how those are multiplied by codes. Part of a packed kind's object (packed.py).
 
 A block of a row is its integers [32], then its numbers: a float32 scale, and for the block or each of its halves what
 is added to sums of codes for their offset (int32), or what minima are multiplied by (float32). Sums of products are
@@ -184,6 +184,20 @@ def joined(f: Function, item: str, halves: list[str], lanes: int) -> str:
 
 
 AT_ONCE = 4  # blocks whose largest values and sums are found together
+BLOCKS = 8  # of a superblock
+Superblock = Callable[[str, str, str, list[str]], list[str]]  # number, first block, end, values carried -> those after
+
+
+def superblocks(f: Function, place: str, carried: list[tuple[str, str]], body: Superblock) -> list[str]:
+    """For each superblock of %blocks blocks, of which the first is at this place in one."""
+
+    def each(which: str, values: list[str]) -> list[str]:
+        begin = f.op(f"sub i64 {f.shl(which, 3)}, {place}")
+        end = f.op(f"call i64 @llvm.smin.i64(i64 {f.add(begin, BLOCKS)}, i64 %blocks)")
+        return body(which, f.op(f"call i64 @llvm.smax.i64(i64 {begin}, i64 0)"), end, values)
+
+    count = f.op(f"lshr i64 {f.add(f.add(place, '%blocks'), BLOCKS - 1)}, 3")
+    return f.loop(0, count, 1, carried, each)
 
 
 def of_each(f: Function, combined: Callable[[str, str, str], str], vectors: Sequence[str]) -> str:
@@ -206,11 +220,12 @@ def of_each(f: Function, combined: Callable[[str, str, str], str], vectors: Sequ
     return found
 
 
-def round_rows(target: Target, kind: BlockKind, then: Callable[[Function], None] | None = None) -> str:
+def round_rows(target: Target, kind: BlockKind, then: Callable[[Function, str, str], None]) -> str:
     """A row of so many blocks, rounded, each `step` bytes after the last. What isn't finite makes its block's scale no
-    number. place: of the row's first block in a superblock, for `then`, which comes at the end."""
+    number. place: of the row's first block in a superblock. Where products are of superblocks, two of their blocks have
+    one scale, and `then` comes after each, with its first block and the end."""
     f, form = Function("pl_round", ("x", "blocks", "out", "step", "place")), form_of(target, kind)
-    act, x, out, last = Elements(f, target), f.ptr("%x"), f.ptr("%out"), f.add("%blocks", -1)
+    act, x, out = Elements(f, target), f.ptr("%x"), f.ptr("%out")
     most_wanted, share, nothing = (
         f"<{', '.join([f'float {literal(value)}'] * AT_ONCE)}>" for value in (form.most, 1 / form.most, 0.0)
     )
@@ -226,15 +241,22 @@ def round_rows(target: Target, kind: BlockKind, then: Callable[[Function], None]
     def one(vector: str, place: int, kind: str = "float") -> str:
         return f.op(f"extractelement <{AT_ONCE} x {kind}> {vector}, i64 {place}")
 
-    def body(i: str) -> None:
-        # behind the last block, that again
-        blocks = [f.op(f"call i64 @llvm.smin.i64(i64 {f.add(i, k)}, i64 {last})") for k in places]
+    def smaller(a: str, b: str) -> str:
+        return f.op(f"call i64 @llvm.smin.i64(i64 {a}, i64 {b})")
+
+    def body(i: str, begin: str | int, last: str) -> None:
+        # behind the last pair, or block of it, that again
+        pair = f.op(f"and i64 {f.op(f'sub i64 {last}, {begin}')}, -2")
+        second = smaller(f.add(i, 2), f.add(pair, begin))
+        blocks = [i, smaller(f.add(i, 1), last), second, smaller(f.add(second, 1), last)]
         to, halves, tops = [f.at(out, f.mul(block, "%step")) for block in blocks], list[list[str]](), list[str]()
         for block in blocks:
             at = f.at(x, f.mul(block, 32 * target.item))
             halves.append([act.load(f.at(at, 16 * target.item * h)) for h in range(2)])
             bits = [f.op(f"bitcast {F32} {v} to {I32}") for v in halves[-1]]
             tops.append(larger(I32, *(f.op(f"and {I32} {b}, {f.const_i32(0x7FFFFFFF)}") for b in bits)))
+        if form.by_superblocks:
+            tops = [top for k in (0, 2) for top in [larger(I32, *tops[k : k + 2])] * 2]
         most = f.op(f"bitcast <{AT_ONCE} x i32> {of_each(f, larger, tops)} to {floats}")
         inverse = f.op(f"fdiv {floats} {most_wanted}, {most}")
         none = f.op(f"fcmp oeq {floats} {most}, {nothing}")
@@ -261,7 +283,22 @@ def round_rows(target: Target, kind: BlockKind, then: Callable[[Function], None]
                 else:
                     f.store("float", one(times, k), place, 4)
 
-    f.each("%blocks", AT_ONCE, body)
-    if then is not None:
-        then(f)
+    def several(begin: str | int, end: str) -> None:
+        last = f.add(end, -1)
+
+        def some(i: str, _: list[str]) -> list[str]:
+            body(i, begin, last)
+            return []
+
+        f.loop(begin, end, AT_ONCE, [], some)
+
+    def superblock(which: str, begin: str, end: str, carried: list[str]) -> list[str]:
+        several(begin, end)
+        then(f, begin, end)
+        return carried
+
+    if form.by_superblocks:
+        superblocks(f, "%place", [], superblock)
+    else:
+        several(0, "%blocks")
     return f.end()

@@ -160,17 +160,18 @@ def ask(f: Function, fetch: str) -> None:
     f.when(f.op("icmp ne i64 %each, 0"), lines)
 
 
-def in_tiles(f: Function, most: int, tile: Callable[[int, str], None], fetch: str = "") -> str:
+def in_tiles(f: Function, most: int, tile: Callable[[int, str], None], fetch: str = "", times: int = 1) -> str:
     """All rows in tiles of so many and one of the rest: how many, and the first. fetch: what is asked for with each,
-    see `ask`, or none; what follows."""
+    so many times, see `ask`, or none; what follows."""
     rest = f.op(f"urem i64 %rows, {most}")
     whole = f.op(f"sub i64 %rows, {rest}")
 
     def full(first: str, inner: list[str]) -> list[str]:
-        if fetch:
+        for _ in range(times if fetch else 0):
             ask(f, inner[0])
+            inner = [f.op(f"add i64 {inner[0]}, %each")]
         tile(most, first)
-        return [f.op(f"add i64 {place}, %each") for place in inner]
+        return inner
 
     after = f.loop(0, whole, most, [("i64", fetch)] if fetch else [], full)
     labels = [f.label() for _ in range(most)]
