@@ -1,7 +1,8 @@
 """A model by Transformers' code on paged KV beside Transformers' own `generate`, 32 rows at a time, in turn in one run,
 on the same random weights and threads. Once all requests have prompts and answers of one length, once of many, as
 people ask: `generate` pads prompts and goes on until the longest answer of its 32 is there; here the next request takes
-a row that is free. Greedy; in float32 both give the same tokens.
+a row that is free. A step here has room for all prompts, as `generate`'s has. Greedy; in float32 both give the same
+tokens.
 
 python -m benchmarks.transformers_backend --family olmo2 --layers 12 --hidden 768
 """
@@ -102,6 +103,7 @@ def main() -> None:
         llm = LLM(
             str(folder), model_impl="transformers", max_num_seqs=ROWS, max_model_len=1024, dtype="float32",
             threads=given.threads, skip_tokenizer_init=True, enable_prefix_caching=False,
+            max_num_batched_tokens=max(512, ROWS * given.prompt),
         )  # fmt: skip
         for kind in ("one length", "many lengths"):
             asked = lengths(kind, given.requests, given.prompt, given.answer)

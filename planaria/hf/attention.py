@@ -71,11 +71,20 @@ class PagedAttention:
         keys, values = self.kv.keys[..., : key.shape[-1]], self.kv.values[..., : value.shape[-1]]
         self.step.store(keys, key[0].transpose(0, 1).to(keys.dtype))
         self.step.store(values, value[0].transpose(0, 1).to(values.dtype))
+
+        def seen(group: SequenceGroup, sees: Tensor, rows: Tensor) -> Tensor:
+            found = attended(
+                rows.to(keys.dtype), group.of(keys), group.of(values), sees, scale, softcap or 0.0, s_aux
+            )  # fmt: skip
+            return found.to(q.dtype)
+
+        groups = mask.groups(self.step, self.kv.block_size)
+        if len(groups) == 1:  # of all rows, in their order
+            [(group, sees)] = groups
+            return seen(group, sees, q.view(*group.rows.shape, *q.shape[1:])).flatten(0, 1)[None]
         out = q.new_empty(*q.shape[:2], value.shape[-1])
-        for group, sees in mask.groups(self.step, self.kv.block_size):
-            q_group = q[group.rows].to(keys.dtype)
-            found = attended(q_group, group.of(keys), group.of(values), sees, scale, softcap or 0.0, s_aux)
-            out[group.rows] = found.to(out.dtype)
+        for group, sees in groups:
+            out[group.rows] = seen(group, sees, q[group.rows])
         return out[None]
 
 

@@ -18,6 +18,7 @@ from planaria.errors import ModelError
 from planaria.hf.attention import NAME, PagedAttention, register
 from planaria.hf.cut import cut, divided, plan_of
 from planaria.hf.look import configured
+from planaria.hf.packed import pack
 from planaria.kernels.reference import TorchOps
 from planaria.models.config import AttendingLayer, Foreign, ModelConfig
 from planaria.models.shard import Shard
@@ -35,8 +36,9 @@ class TransformersModel:
         for layer, shape in zip(self.layers, self.shapes, strict=True):
             net.get_submodule(shape.module).paged = layer
         self.blocks: Sequence[Any] = ()  # of experts that are dealt whole
+        packed = pack(net) if ops.device.type == "cpu" else 0
         tensors = {id(tensor): tensor for tensor in (*net.parameters(), *net.buffers())}
-        self.weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        self.weight_bytes = packed + sum(tensor.nbytes for tensor in tensors.values())
 
     def _cut(self, layers: tuple[AttendingLayer, ...], rank: int, ranks: int) -> tuple[AttendingLayer, ...]:
         plan = plan_of(self.net)

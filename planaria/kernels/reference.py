@@ -144,7 +144,7 @@ class StepTensors:
     def store(self, cache: Tensor, rows: Tensor) -> None:
         """rows [T, ...] at the step's slots."""
         if self._here is None:
-            cache[self.slots] = rows
+            cache.index_copy_(0, self.slots, rows)
         else:
             cache[self.slots[self._here]] = rows[self._here]
 

@@ -21,6 +21,7 @@ from planaria.config.resolve import other_weights, resolve
 from planaria.errors import ConfigError, ModelError
 from planaria.hf import look
 from planaria.hf.model import read
+from planaria.hf.packed import PackedLinear
 from planaria.kernels.reference import TorchOps
 from planaria.models.config import Foreign, ModelConfig
 from planaria.models.shard import Shard
@@ -221,6 +222,22 @@ def test_hidden_states_are_those_of_the_logits(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.tensor(hidden), wanted, rtol=1e-4, atol=1e-4)
     alone = read(msgspec.structs.replace(config, head=""), checkpoint, ops, Shard.full(config))
     torch.testing.assert_close(Driver(alone, ops).step({0: PROMPTS[1]})[0], wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_of_products_are_packed(tmp_path: Path) -> None:
+    """But those that another module has, too; who asks for one sees it as it was."""
+    for tied in (False, True):
+        folder = write_checkpoint(tmp_path / str(tied), "olmo", tie_word_embeddings=tied)
+        checkpoint, config = foreign_model(folder)
+        model, plain = read(config, checkpoint, TorchOps(), Shard.full(config)), load_reference(folder)
+        names = {name for name, module in plain.named_modules() if type(module) is torch.nn.Linear}
+        packed = {name for name, module in model.net.named_modules() if type(module) is PackedLinear}
+        assert "lm_head" in names and packed == names - ({"lm_head"} if tied else set())
+        assert model.weight_bytes == sum(p.nbytes for p in (*plain.parameters(), *model.net.buffers()))
+        for old, new in ((plain.get_submodule(name), model.net.get_submodule(name)) for name in names):
+            assert torch.equal(new.weight, old.weight)
+            x = torch.randn(3, 5, old.in_features)
+            assert torch.allclose(new(x), old(x), atol=1e-5)
 
 
 def test_drafts_sleep_and_other_weights(tmp_path: Path) -> None:

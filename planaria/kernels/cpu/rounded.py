@@ -211,8 +211,8 @@ def of_each(f: Function, combined: Callable[[str, str, str], str], vectors: Sequ
     def pair(a: str, b: str, first: Sequence[int], second: Sequence[int]) -> str:
         return combined(I32, picked(a, b, first), picked(a, b, second))
 
-    halves = [pair(*vectors[i : i + 2], (0, 4, 1, 5), (2, 6, 3, 7)) for i in (0, 2)]
-    found, lanes = pair(*halves, (0, 1, 4, 5), (2, 3, 6, 7)), 16
+    halves = [pair(vectors[i], vectors[i + 1], (0, 4, 1, 5), (2, 6, 3, 7)) for i in (0, 2)]
+    found, lanes = pair(halves[0], halves[1], (0, 1, 4, 5), (2, 3, 6, 7)), 16
     while lanes > 4:
         first, second = (half_of(f, "i32", found, half, lanes) for half in (0, 1))
         lanes //= 2
