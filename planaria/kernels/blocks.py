@@ -1,8 +1,9 @@
 """GGUF's packed kinds: what a block of a file says, in numbers. The `gguf` package's `quants.py` is the reference, bit
 for bit.
 
-A weight is scale * (code - offset) + minimum, or scale * LEVELS[code]. 16 or 32 weights along K share a scale and a
-minimum, which are float16 numbers of their own, or small integers times float16 numbers of a superblock of 256.
+A weight is scale * (code - offset) + minimum, or scale * LEVELS[code], or scale * float8 / 256. 16 or 32 weights along
+K share a scale and a minimum, which are float16 numbers of their own, or small integers times float16 numbers of a
+superblock of 256.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Plane(NamedTuple):
 class BlockKind:
     """number: of the kind, ggml's. elements, nbytes: of a block in a file. planes: of codes, the lowest bits first.
     scale, minimum: where the float16 numbers are. small: reads integers that are scales and minima of `group` weights.
-    offset: subtracted from a code. levels: a code is a place in LEVELS."""
+    offset: subtracted from a code. levels: a code is a place in LEVELS. float8: it is a number, see FLOAT8."""
 
     number: int
     elements: int
@@ -59,6 +60,7 @@ class BlockKind:
     group: int = BLOCK
     offset: int = 0
     levels: bool = False
+    float8: bool = False
 
     @property
     def bits(self) -> int:
@@ -153,3 +155,7 @@ KINDS = {
     "iq4_nl": _kind("iq4_nl", [(2, 4, 16)], levels=True),
     "iq4_xs": _kind("iq4_xs", [(8, 4, 16)], small=_iq4_xs_scales, levels=True),
 }
+# Of no GGUF file: numbers of 8 bits (e4m3), of which each 32 along K have a scale. A 256th of one is a float16 with the
+# same bits, but for their places; so scales are 256 times what checkpoints say, far from a float16's bounds.
+FLOAT8 = "f8_e4m3"
+PACKED = {**KINDS, FLOAT8: BlockKind(0, BLOCK, 34, (Plane(2, 8, BLOCK),), float8=True)}  # CPUs' kernels take KINDS

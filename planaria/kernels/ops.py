@@ -370,7 +370,7 @@ class Ops(Protocol):
         """Share the work with these tensor ranks from now on, and experts with the ranks of other lanes; what was
         compiled before is of no more use. cp: of these and those that have other shares of a step, if there are any."""
 
-    def pack(self, weight: npt.NDArray[Any] | Quantized, bias: npt.NDArray[Any] | None = None) -> Weight:
+    def pack(self, weight: Rows | Quantized, bias: npt.NDArray[Any] | None = None) -> Weight:
         """A weight [N, K] (and bias [N]) in the layout its kernels read. The argument may be freed afterwards.
 
         A float array (bfloat16 as its bits, see numbers.py) is stored in the activation dtype; a `Quantized` stays

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from planaria.errors import ModelError
-from planaria.kernels.blocks import BLOCK, KINDS, LEVELS, BlockKind, Bytes
-from planaria.kernels.numbers import WORTH_THREADS, in_parts, to_float32
+from planaria.kernels.blocks import BLOCK, FLOAT8, KINDS, LEVELS, PACKED, BlockKind, Bytes
+from planaria.kernels.numbers import WORTH_THREADS, float8_values, in_parts, to_float32
 from planaria.kernels.ops import Quantized
 
 _CHUNK = 1 << 17  # elements converted at a time: temporaries stay in a core's caches
@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float32]
 
 def dequantise(weight: Quantized, threads: int = 1) -> Floats:
     """The weight's values, float32 [N, K]."""
-    kind, (num_rows, num_columns) = KINDS[weight.kind], weight.shape
+    kind, (num_rows, num_columns) = PACKED[weight.kind], weight.shape
     out = np.empty(weight.shape, np.float32)
 
     def some(first: int, last: int) -> None:
@@ -40,6 +40,8 @@ def _values(kind: BlockKind, blocks: Bytes) -> Floats:
     codes, parts = kind.codes(blocks), kind.scales(blocks)
     if kind.levels:
         values = np.array(LEVELS, np.float32)[codes]
+    elif kind.float8:
+        values = (float8_values(FLOAT8) / np.float32(256))[codes]
     else:
         values = (codes.view(np.int8) if kind.bits == 8 else codes).astype(np.float32)
         if kind.offset:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from planaria.kernels import reference_experts as mixture
-from planaria.kernels.numbers import BFLOAT16
-from planaria.kernels.ops import Array, Batch, CacheMemory, Quantized, Slots
+from planaria.kernels.ops import Array, Batch, CacheMemory, Quantized, Rows, Slots, Stacked
 from planaria.kernels.quant import dequantise
 from planaria.kernels.reference_context import SharedTokens
-from planaria.kernels.reference_linear import Linear, Products
+from planaria.kernels.reference_linear import Linear, Products, tensor_of
 from planaria.kernels.torch_placed import seen
 from planaria.mesh.all2all import All2All
 from planaria.mesh.comm import Comm, Solo
@@ -239,11 +237,17 @@ class TorchOps(Products, SharedTokens):
 
     # Loading
 
-    def pack(self, weight: npt.NDArray[Any] | Quantized, bias: npt.NDArray[Any] | None = None) -> Linear:
+    def pack(self, weight: Rows | Quantized, bias: npt.NDArray[Any] | None = None) -> Linear:
         values = dequantise(weight) if isinstance(weight, Quantized) else weight
-        kept = self._keep(values, self.dtype)
-        whole = kept.view(-1) if bias is None else torch.cat([kept.view(-1), self._keep(bias, self.dtype)])
+        parts = values.parts if isinstance(values, Stacked) else (values,)
+        if bias is not None:
+            parts = *parts, bias
         rows, columns = values.shape
+        if len(parts) == 1:
+            return Linear.of(self._keep(parts[0], self.dtype).view(-1), rows, columns, False)
+        whole = torch.empty(sum(part.size for part in parts), dtype=self.dtype, device=self.device)
+        for part, into in zip(parts, torch.split(whole, [part.size for part in parts]), strict=True):
+            into.view(part.shape).copy_(tensor_of(part))
         return Linear.of(whole, rows, columns, bias is not None)
 
     def vector(self, values: npt.NDArray[Any]) -> Tensor:
@@ -273,12 +277,7 @@ class TorchOps(Products, SharedTokens):
         return seen(self.kv_part.take(size), self.device).view(self.dtype).view(shape)
 
     def _keep(self, values: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch has no read-only tensors and warns of it
-            found = torch.from_numpy(values)
-        if values.dtype == BFLOAT16:
-            found = found.view(torch.bfloat16)
-        return found.to(device=self.device, dtype=dtype).contiguous()
+        return tensor_of(values).to(device=self.device, dtype=dtype).contiguous()
 
     def add_up(self, x: Tensor) -> Tensor:
         """Over the tensor ranks."""

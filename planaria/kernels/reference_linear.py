@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from planaria.kernels.numbers import BFLOAT16
 from planaria.kernels.ops import Array, parts_of
 from planaria.mesh.comm import Comm
+
+
+def tensor_of(values: npt.NDArray[Any]) -> Tensor:
+    """The same memory; bfloat16 is what its bits say."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has no read-only tensors and warns of it
+        found = torch.from_numpy(values)
+    return found.view(torch.bfloat16) if values.dtype == BFLOAT16 else found
 
 
 @dataclass

@@ -239,8 +239,7 @@ class WeightLoader:
 
     def _pack(self, weight: Rows | Quantized, bias: Array | None = None) -> Weight:
         assert self._ops is not None
-        given: Any = weight if getattr(self._ops, "stacks", False) else in_one(weight)
-        packed = self._ops.pack(given, bias)
+        packed = self._ops.pack(weight, bias)
         size = weight.data.size if isinstance(weight, Quantized) else weight.size * self._itemsize
         self.num_bytes += size + (0 if bias is None else bias.size * self._itemsize)
         return packed
@@ -293,13 +292,6 @@ def stack(weights: Sequence[Array | Quantized], single: bool = False) -> list[Ro
 
 def _form(weight: Array | Quantized) -> tuple[str, int] | None:
     return (weight.kind, weight.skip) if isinstance(weight, Quantized) else None
-
-
-def in_one(weight: Rows | Quantized) -> Array | Quantized:
-    """In one array, as back ends want it that don't pack from where it is."""
-    if isinstance(weight, Quantized):
-        return replace(weight, data=in_one(weight.data))
-    return weight.whole() if isinstance(weight, Stacked) else weight
 
 
 def _joined(run: Sequence[Array | Quantized]) -> Rows | Quantized:

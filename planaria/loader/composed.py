@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from planaria.checkpoint.spec import TensorInfo
 from planaria.errors import ModelError
-from planaria.kernels.blocks import BLOCK
+from planaria.kernels.blocks import BLOCK, FLOAT8
 from planaria.kernels.blocks import KINDS as KEPT
 from planaria.kernels.numbers import float8_values, to_float32
 from planaria.kernels.ops import Quantized
@@ -29,23 +29,24 @@ CHUNK = 1 << 20  # elements at a time
 
 class Wanted(NamedTuple):
     """Of a weight [N, K]: what is asked for, and `read(part, rows, columns)`: values of a part in these ranges of its
-    first two dimensions, None for all."""
+    first two dimensions, None for all. float8: may such weights stay so?"""
 
     info: TensorInfo
     rows: range
     columns: range
     read: Callable[..., Array]
+    float8: bool
 
 
 def composed(
-    info: TensorInfo, rows: range, columns: range, read: Callable[..., Array]
+    info: TensorInfo, rows: range, columns: range, read: Callable[..., Array], *, float8: bool = False
 ) -> Array | Quantized:  # fmt: skip
     """Rows and columns of a tensor with parts; columns begin and end at multiples of 32, or at the tensor's end."""
     first, last = rows.start + info.first, rows.stop + info.first
     step, make = max(1, CHUNK // max(len(columns), 1)), KINDS[info.kind.partition(":")[0]]
     try:
         made = [
-            make(Wanted(info, range(row, min(row + step, last)), columns, read))
+            make(Wanted(info, range(row, min(row + step, last)), columns, read, float8))
             for row in range(first, last, step) or (first,)
         ]  # fmt: skip
     except (ArithmeticError, IndexError, TypeError, ValueError) as e:
@@ -99,7 +100,7 @@ def _mxfp4(p: Wanted) -> Quantized:
     values = np.stack([FP4[codes & 15], FP4[codes >> 4]], axis).reshape(*codes.shape[:2], BLOCK)
     with np.errstate(under="ignore"):
         scales = np.ldexp(np.float32(1), powers.astype(np.int32) - 128)
-    return _q8_0(values, scales)
+    return _of_bytes("q8_0", values, scales)
 
 
 def _gptq(p: Wanted) -> Array | Quantized:
@@ -157,14 +158,21 @@ def _int8(p: Wanted) -> Array | Quantized:
     return _grouped(codes, scales.astype(np.float32), zeros, _groups(p, scales.shape[1], []), 8, True)
 
 
-def _fp8(p: Wanted) -> Floats:
+def _fp8(p: Wanted) -> Floats | Quantized:
     weight, scale = p.info.parts
-    values = float8_values(weight.kind)[p.read(weight, p.rows, p.columns)]
+    codes = p.read(weight, p.rows, p.columns)
     _, *tile = p.info.kind.split(":")
     if tile:
         down, along = (np.arange(part.start, part.stop) // int(tile[0]) for part in (p.rows, p.columns))
-        return values * to_float32(p.read(scale))[down[:, None], along]
-    return values * _row_scales(p, scale)
+        scales = to_float32(p.read(scale))[down[:, None], along]
+    else:
+        scales = np.broadcast_to(_row_scales(p, scale), codes.shape)
+    if p.float8 and weight.kind == FLOAT8 and len(p.columns) % BLOCK == 0 and p.columns.start % BLOCK == 0:
+        of_blocks = scales[:, ::BLOCK] * np.float32(256)
+        if _right(of_blocks) and not (codes & 127 == 127).any():  # those are no numbers
+            return _of_bytes(FLOAT8, codes.reshape(len(codes), -1, BLOCK), of_blocks)
+    found: Floats = float8_values(weight.kind)[codes] * scales
+    return found
 
 
 def _bnb4(p: Wanted) -> Floats:
@@ -238,7 +246,7 @@ def _grouped(
         scale, zero = scales[:, blocks[:, 0]], zeros[:, blocks[:, 0]]
         parts = codes.reshape(len(codes), -1, BLOCK)
         if _right(scale) and bits == 8 and (zero == 128).all():
-            return _q8_0((parts - 128).astype(np.int8), scale)
+            return _of_bytes("q8_0", (parts - 128).astype(np.int8), scale)
         if _right(scale) and bits == 4 and (not sym or (zero == 8).all()):
             return _q4(parts.astype(np.uint8), scale, None if sym else -scale * zero)
     found: Floats = ((codes - zeros[:, groups]) * scales[:, groups]).astype(np.float32)
@@ -252,11 +260,11 @@ def _right(scales: Floats) -> bool:
     return bool((error <= np.abs(scales) * 1e-3).all())
 
 
-def _q8_0(values: npt.NDArray[np.int8], scales: Floats) -> Quantized:
-    """values [N, blocks, 32], scales [N, blocks]."""
+def _of_bytes(kind: str, codes: Array, scales: Floats) -> Quantized:
+    """codes of 8 bits [N, blocks, 32], scales [N, blocks]."""
     half = np.ascontiguousarray(scales.astype(np.float16))[..., None].view(np.uint8)
-    data = np.concatenate([half, np.ascontiguousarray(values).view(np.uint8)], -1)
-    return Quantized("q8_0", data.reshape(len(values), -1), (len(values), values.shape[1] * BLOCK))
+    data = np.concatenate([half, np.ascontiguousarray(codes).view(np.uint8)], -1)
+    return Quantized(kind, data.reshape(len(codes), -1), (len(codes), codes.shape[1] * BLOCK))
 
 
 def _q4(codes: npt.NDArray[np.uint8], scales: Floats, minima: Floats | None) -> Quantized:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from planaria.checkpoint.quantised import kept_as
 from planaria.checkpoint.spec import Checkpoint, TensorInfo
-from planaria.kernels.blocks import BLOCK, KINDS
+from planaria.kernels.blocks import BLOCK, FLOAT8, KINDS, PACKED
 
 PLAIN = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 NAMES = {
@@ -32,11 +32,12 @@ class Form(NamedTuple):
         return not self.form and self.stored_bytes < self.weights
 
 
-def forms(checkpoint: Checkpoint, quantization: str, element: int) -> list[Form]:
-    """Most bytes first. quantization: as of a device's configuration; element: bytes of a plain weight."""
+def forms(checkpoint: Checkpoint, quantization: str, element: int, *, float8: bool = False) -> list[Form]:
+    """Most bytes first. quantization: as of a device's configuration; element: bytes of a plain weight; float8: do
+    weights of 8 bits stay so?"""
     found: dict[tuple[str, str], Form] = {}
     for tensor in checkpoint.tensors:
-        stored, form = _stored(tensor), _form(tensor, quantization)
+        stored, form = _stored(tensor), _form(tensor, quantization, float8)
         weights = math.prod(tensor.shape)
         size = math.ceil(weights * _per_weight(tensor, form)) if form else weights * element
         before = found.get((stored, form), Form(stored, form, 0, 0, 0, 0))
@@ -47,11 +48,15 @@ def forms(checkpoint: Checkpoint, quantization: str, element: int) -> list[Form]
     return sorted(found.values(), key=lambda each: -each.bytes)
 
 
-def unpacked_line(checkpoint: Checkpoint, quantization: str, dtype: str) -> str:
+def unpacked_line(checkpoint: Checkpoint, quantization: str, dtype: str, *, float8: bool = False) -> str:
     """What to say of weights that are unpacked though packed ones stay so; "" for nothing."""
     if quantization != "keep":
         return ""
-    lines = [f"{each.tensors} of {each.stored}" for each in forms(checkpoint, quantization, 2) if each.unpacked]
+    lines = [
+        f"{each.tensors} of {each.stored}"
+        for each in forms(checkpoint, quantization, 2, float8=float8)
+        if each.unpacked
+    ]
     return f"tensors unpacked to {dtype}, as no packed form says the same: {', '.join(lines)}" if lines else ""
 
 
@@ -68,12 +73,14 @@ def _stored(tensor: TensorInfo) -> str:
     return said + (", columns in an order of their own" if "ordered" in rest else "")
 
 
-def _form(tensor: TensorInfo, quantization: str) -> str:
+def _form(tensor: TensorInfo, quantization: str, float8: bool) -> str:
     if len(tensor.shape) != 2:
         return "float32"  # norms and biases
     if quantization == "none":
         return ""
     own = kept_as(tensor.kind) if tensor.parts else tensor.kind if tensor.kind in KINDS else ""
+    if float8 and tensor.kind.startswith("fp8") and tensor.parts[0].kind == FLOAT8:
+        own = FLOAT8
     own = own if tensor.shape[1] % BLOCK == 0 else ""
     if quantization == "keep" or (quantization == "q4_1" and own.startswith("q4")):
         return own
@@ -89,4 +96,4 @@ def _per_weight(tensor: TensorInfo, form: str) -> float:
         return 4
     if tensor.kind == form:
         return tensor.nbytes / math.prod(tensor.shape)
-    return KINDS[form].nbytes / KINDS[form].elements
+    return PACKED[form].nbytes / PACKED[form].elements

@@ -32,10 +32,11 @@ Array = npt.NDArray[Any]
 
 
 class WeightSource:
-    """Weights of one checkpoint. Files are mapped when first used and let go with the last array that views them."""
+    """Weights of one checkpoint. Files are mapped when first used and let go with the last array that views them.
+    float8: do such weights stay as they are?"""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
+    def __init__(self, checkpoint: Checkpoint, *, float8: bool = False) -> None:
+        self.checkpoint, self.float8 = checkpoint, float8
         self._infos = {t.name: t for t in checkpoint.tensors}
         self._maps: dict[int, tuple[mmap.mmap, npt.NDArray[np.uint8]]] = {}
 
@@ -74,7 +75,7 @@ class WeightSource:
         info = self._info(name)
         row_range, col_range = _ranges(info, rows, cols)
         if info.parts:
-            made = composed(info, row_range, col_range, self._part)
+            made = composed(info, row_range, col_range, self._part, float8=self.float8)
             if isinstance(made, Quantized):
                 return quant.dequantise(made) if dequantise else made
             return to_float32(made) if dequantise else made

@@ -96,7 +96,8 @@ def read_part(
     if config.model.foreign is not None:
         model: Model = _read_foreign(config, checkpoint, ops, (rank, layout))
         return model
-    if rank == 0 and (line := unpacked_line(checkpoint, config.device.quantization, config.device.dtype)):
+    device, float8 = config.device, getattr(ops, "float8", False)
+    if rank == 0 and (line := unpacked_line(checkpoint, device.quantization, device.dtype, float8=float8)):
         logger.warning(line)
     tp, pp, partition = layout.tp, layout.pp, partition_of(config, layout)
     at, slices = part[1].coords(part[0]), config.parallel.slices(part[1])
@@ -110,7 +111,7 @@ def read_part(
     def make(packings: Writing | DeviceWriting | Mapped | None, heard: Callable[[float], None]) -> Model:
         now = nothing if packings is not None and not packings.whole else reads
         return build(
-            config.model, WeightSource(checkpoint), ops,
+            config.model, WeightSource(checkpoint, float8=float8), ops,
             quantization=config.device.quantization, max_positions=config.scheduler.max_model_len,
             progress=lambda done, total: heard(done / total), shard=dataclasses.replace(shard, reads=now),
             packings=packings,

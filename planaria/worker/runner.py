@@ -68,6 +68,7 @@ class Runner:
         self.cursor = np.zeros(rows, np.int32)
         self.last = np.zeros(rows, np.int32)
         self.turn = np.full(rows, -1, np.int32)  # in whose steps a row goes on by itself; -1: none
+        self._going: dict[int, tuple[npt.NDArray[np.int64], list[int]]] = {}  # of each turn, until one comes or leaves
         self.prompts: dict[int, Sequence[int]] = {}  # histories of rows that are not through them yet
         self.logprobs_wanted: dict[int, int] = {}  # row -> k, prompt logprobs
         self.refused: dict[int, str] = {}  # rows whose request could not enter, until they are freed
@@ -91,15 +92,18 @@ class Runner:
         chunks = [change for change in plan if self._enter(change)]
         refused = {c.row: self.refused[c.row] for c in plan if c.row in self.refused} if self.refused else {}
         self.stage.take_tokens(turn, self._hear)
-        rows = np.flatnonzero(self.turn == turn)
+        rows, samples = self._rows_of(turn)
         if self.adapters is not None:
             rows = self.adapters.together(rows)
+            samples = rows.tolist()
         taken = None  # of each row's drafts
         if self.speculation is not None:
             room = self.batch.row_blocks[rows] * self.block_size - self.cursor[rows]
             rows, room = rows[room > 0], room[room > 0]  # one whose blocks are full does nothing
             taken = self.speculation.taken(rows, room - 1, alone=not chunks)
-        samples: list[int] = rows.tolist()
+            samples = rows.tolist()
+        if chunks:
+            samples = samples.copy()
         starts = self._fill_auto(rows, taken)
         lines: list[int] = starts.tolist() if chunks or taken is not None else []  # logits rows to draw from
         prompt_parts: list[tuple[Row, int]] = []  # (chunk, first of its logits rows)
@@ -143,7 +147,7 @@ class Runner:
                 prompt_logprobs[chunk.row] = _prompt_logprobs(sampler, history, chunk, k, logits, line)
         for chunk in chunks:
             if chunk.sample:
-                self.turn[chunk.row] = turn if chunk.row not in self.pooling.kinds else -1
+                self._go_on(chunk.row, turn if chunk.row not in self.pooling.kinds else -1)
                 self.prompts.pop(chunk.row, None)
                 self.logprobs_wanted.pop(chunk.row, None)
         others = LaneResult([], [], prompt_logprobs=prompt_logprobs, errors=refused, pooled=vectors)
@@ -239,8 +243,19 @@ class Runner:
         self.last[rows] = told[:, 1]
         self.speculation.hear(rows, told)
 
+    def _go_on(self, row: int, turn: int) -> None:
+        """It does, in steps of this turn; -1: no more."""
+        self.turn[row] = turn
+        self._going.clear()
+
+    def _rows_of(self, turn: int) -> tuple[npt.NDArray[np.int64], list[int]]:
+        if turn not in self._going:
+            rows = np.flatnonzero(self.turn == turn)
+            self._going[turn] = rows, rows.tolist()
+        return self._going[turn]
+
     def _leave(self, row: int) -> None:
-        self.turn[row] = -1
+        self._go_on(row, -1)
         self.prompts.pop(row, None)
         self.logprobs_wanted.pop(row, None)
         self.refused.pop(row, None)
@@ -257,7 +272,7 @@ class Runner:
         if row in self.refused and fresh is None:
             return False
         if fresh is not None:
-            self.turn[row] = -1
+            self._go_on(row, -1)
             self.batch.row_blocks[row] = 0
             self.prompts[row] = fresh.tokens
             if fresh.params.prompt_logprobs is not None:
@@ -350,8 +365,9 @@ def _slots(
     """Where keys and values of these rows' tokens at these positions go; -1: to another context rank."""
     table, column = batch.block_table, positions // size
     blocks = table.ravel().take(rows * table.shape[1] + column)  # in half the time of two indices
-    slots: npt.NDArray[np.int64] = (blocks if stripes is not None else blocks - column).astype(np.int64)
+    slots: npt.NDArray[np.int64] = blocks.astype(np.int64)
     if stripes is None:
+        slots -= column
         slots *= size
         slots += positions
         return slots

@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from benchmarks import gpu
+from planaria.kernels.gpu.draw import DrawnTokens
 
 SMALL = gpu.LLAMA_7B | {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -21,7 +24,14 @@ def test_the_parts_of_a_step_of_the_host() -> None:
     found = gpu.host(rows=8, steps=20, vocab=100)
     assert found["rows"] == 8 and found["all"][0] >= max(found[part][0] for part in ("plan", "worker", "commit")) > 0
     (table,) = [each for each in gpu.tables({"host": found}, "a device") if each.rows]
-    assert [row[0].rsplit(": ")[-1] for row in table.rows] == ["all", "plan", "worker", "commit"]
+    assert [row[0].rsplit(": ")[-1] for row in table.rows[:4]] == ["all", "plan", "worker", "commit"]
+    assert table.rows[4][1:] == ["<= 1", "1.00"]
+
+
+def test_what_waits_is_in_the_profile() -> None:
+    x, size = torch.arange(4), np.zeros((2, 3), np.int64)
+    assert gpu.waits(lambda: x + 1) == 0 and gpu.waits(lambda: (int(x[1]), x.nonzero())) == 2
+    assert gpu.waits(lambda: DrawnTokens(size, 3, None).read()) == 1
 
 
 def test_memory_of_a_keeper() -> None:
@@ -32,7 +42,10 @@ def test_memory_of_a_keeper() -> None:
 
 
 def test_what_failed_is_in_the_page() -> None:
-    ours = {"first": 2.0, "rates": {"1": 90.0, "32": 10.0}, "recorded": 2, "said": ["attention (decode): Triton"]}
+    ours = {
+        "first": 2.0, "before": 0, "rates": {"1": 90.0, "32": 10.0}, "recorded": 2, "waits": 1.0, "busy": 0.93,
+        "said": ["attention (decode): Triton"],
+    }  # fmt: skip
     found = {
         "smollm2": {"planaria": ours, "vllm": {"rates": {"32": 20.0}}, "limit": 100.0},
         "7b": {"planaria": ours, "vllm": {"error": "Traceback\nno memory"}, "limit": 100.0},
@@ -45,6 +58,8 @@ def test_what_failed_is_in_the_page() -> None:
     )
     assert rows["smollm2: 1 streams, tokens/s"] == "90, 90% of the limit"
     assert rows["smollm2: 32 streams, tokens/s"] == "10, 0.50 x vLLM"
+    assert rows["7b: start to first token, s"] == "2.0, 0 steps recorded before"
+    assert rows["7b: waits for the device in a step of 32, how much of the time it computes"] == "1.00, 93%"
     assert rows["7b: vLLM"] == "failed: no memory" and rows["7b: 32 streams, tokens/s"] == "10"
     assert rows["7b: shapes of steps that were recorded"] == "2; attention (decode): Triton"
     assert rows["recovery"] == "failed: no such process"

@@ -16,12 +16,19 @@ from safetensors.torch import load_file, save_file
 
 from planaria import LLM, SamplingParams
 from planaria.checkpoint import resolve_checkpoint
+from planaria.config.options import EngineOptions
+from planaria.config.resolve import resolve
 from planaria.errors import ModelError
+from planaria.kernels.blocks import FLOAT8
+from planaria.kernels.gpu.ops import GpuOps
 from planaria.kernels.ops import Quantized
 from planaria.kernels.quant import dequantise
 from planaria.loader import WeightSource
 from planaria.loader.forms import forms, unpacked_line
+from planaria.worker.parts import read_part
+from planaria.worker.weights import RankWeights
 from tests.model.checkpoints import load_reference, write_checkpoint
+from tests.model.ranks import boot_of
 from tests.tiers import representatives
 
 SHAPE = {
@@ -209,6 +216,44 @@ def test_weights_are_the_values_that_they_stand_for(name: str, tmp_path: Path) -
             rows, columns = slice(5, 31), slice(32, 96)
             part = weights.get(key, rows=rows, cols=columns, dequantise=True)
             assert isinstance(part, np.ndarray) and np.abs(part - want[rows, columns]).max() <= error * most
+
+
+@pytest.mark.parametrize("name", ["compressed-fp8", "fp8-blocks"])
+def test_float8_stays_so_where_there_are_products_of_it(name: str, tmp_path: Path) -> None:
+    folder, _, values = write(tmp_path, name)
+    checkpoint, packed = resolve_checkpoint(str(folder)), list[str]()
+    with WeightSource(checkpoint, float8=True) as weights:
+        for key, value in values.items():
+            whole, most = weights.get(key), float(value.abs().max())
+            assert isinstance(whole, Quantized) and whole.kind == FLOAT8
+            assert np.abs(dequantise(whole) - value.numpy()).max() <= 5e-4 * most
+            part = weights.get(key, rows=slice(5, 31), cols=slice(32, 96))
+            assert isinstance(part, Quantized)
+            assert np.abs(dequantise(part) - value.numpy()[5:31, 32:96]).max() <= 5e-4 * most
+            weights.get(key, dequantise=True)
+
+    class Notes(GpuOps):
+        def pack(self, weight: Any, bias: Any = None) -> Any:
+            packed.append(weight.kind if isinstance(weight, Quantized) else "")
+            return super().pack(weight, bias)
+
+    config = resolve(EngineOptions(model=str(folder), device="cpu", kernels="torch", max_model_len=64))
+    part = 0, config.parallel.layout
+    read_part(config, Notes("cpu", "bfloat16"), part, None, lambda part, done: None, RankWeights(boot_of(config)))
+    assert packed.count(FLOAT8) == 4 * config.model.num_layers and packed.count("") == 2  # embeddings, logits
+    assert unpacked_line(checkpoint, "keep", "bfloat16", float8=True) == ""
+    assert {form.form for form in forms(checkpoint, "keep", 2, float8=True)} == {FLOAT8, "float32", ""}
+
+
+def test_a_float8_that_is_no_number_stays_none(tmp_path: Path) -> None:
+    folder, _, values = write(tmp_path, "compressed-fp8")
+    path = folder / "model.safetensors"
+    tensors, key = load_file(path), next(iter(values))
+    tensors[key].view(torch.uint8)[3, 5] = 0x7F
+    save_file(tensors, path, metadata={"format": "pt"})
+    with WeightSource(resolve_checkpoint(str(folder)), float8=True) as weights:
+        found = weights.get(key)
+    assert isinstance(found, np.ndarray) and np.isnan(found[3, 5]) and np.isnan(found).sum() == 1
 
 
 GREEDY = ["gptq", "gptq-ordered", "awq", "compressed-int4", "compressed-fp8", "nf4-nested"]

@@ -15,7 +15,7 @@ import torch
 
 from planaria.errors import ModelError
 from planaria.kernels.numbers import to_bfloat16
-from planaria.kernels.ops import Quantized
+from planaria.kernels.ops import Quantized, Rows, Stacked
 from planaria.kernels.quant import dequantise, quantise
 from planaria.kernels.reference import TorchOps
 from planaria.layers.build import build
@@ -78,9 +78,9 @@ class Recorder(TorchOps):
 
     def __init__(self) -> None:
         super().__init__()
-        self.given: list[tuple[Array | Quantized, Array | None]] = []
+        self.given: list[tuple[Rows | Quantized, Array | None]] = []
 
-    def pack(self, weight: Array | Quantized, bias: Array | None = None) -> Any:
+    def pack(self, weight: Rows | Quantized, bias: Array | None = None) -> Any:
         self.given.append((weight, bias))
         return super().pack(weight, bias)
 
@@ -100,8 +100,8 @@ def test_projections_that_are_read_together_are_one_weight() -> None:
     ops = load(values, "keep")
     qkv, bias = ops.given[1]
     names = [f"model.layers.0.self_attn.{p}_proj." for p in "qkv"]
-    assert isinstance(qkv, np.ndarray) and isinstance(bias, np.ndarray)
-    assert np.array_equal(qkv, np.concatenate([values[f"{n}weight"] for n in names]))  # type: ignore[misc]
+    assert isinstance(qkv, Stacked) and isinstance(bias, np.ndarray)
+    assert np.array_equal(qkv.whole(), np.concatenate([values[f"{n}weight"] for n in names]))  # type: ignore[misc]
     assert np.array_equal(bias, np.concatenate([values[f"{n}bias"] for n in names]))  # type: ignore[misc]
     assert ops.given[2][1] is None  # Qwen2 has no bias there
     assert [tuple(w.shape) for w, _ in ops.given] == [
@@ -248,7 +248,9 @@ def test_shards_hold_their_heads_and_columns(pack: bool) -> None:
         assert (model.layers[0].attention.num_heads, model.layers[0].attention.num_kv_heads) == (2, 1)
         found.append(ops.given)
 
-    def plain(weight: Array | Quantized) -> Array:
+    def plain(weight: Rows | Quantized) -> Array:
+        if isinstance(weight, Stacked):
+            return weight.whole()
         return dequantise(weight) if isinstance(weight, Quantized) else weight
 
     full = [plain(w) for w, _ in whole.given]

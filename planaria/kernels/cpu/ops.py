@@ -42,8 +42,6 @@ class CpuOps:
     (shared.py), all that passes between them happens inside the native call, otherwise the recording is run in pieces.
     """
 
-    stacks = True  # `pack` takes `Stacked` rows
-
     def __init__(
         self, dtype: str, threads: int, cache_dir: Path | None = None, *, isa: str | None = None, tp: Comm | None = None
     ) -> None:

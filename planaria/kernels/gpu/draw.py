@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from planaria.kernels.gpu.fused import power
+from planaria.kernels.gpu.step import until
 
 BLOCK = 4096  # logits of a program
 FOLLOWED = 256  # tokens of one
@@ -89,8 +90,7 @@ class Drawer:
     ) -> None:
         """at: the rows; tables, by row: scales, limits, top_k, top_p, seeds, positions (see `Sampler`). again: nobody
         entered since the last time, so that the same rows have other positions only."""
-        if self._copied is not None:
-            self._copied.synchronize()  # of the step before, which may not have begun
+        until(self._copied)  # of the step before, which may not have begun
         if not again or rows != self._last:
             for into, table in zip(self._into, tables[:5], strict=False):
                 into[: len(rows)] = table[at] if table.dtype != np.uint64 else table[at].view(np.int64)

@@ -69,7 +69,7 @@ class ExpertKernels(TorchOps):
 
     def refresh_slots(self) -> None:
         """Take in where experts are by now; before a step."""
-        for slots, placed in self._slots.items():
+        for slots, placed in self._slots.items() if self._slots else ():
             placed.refresh(slots)
 
     def read_loads(self) -> None:

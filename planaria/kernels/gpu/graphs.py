@@ -72,8 +72,8 @@ class CudaRecorder:
 
 def shape_of(batch: Batch, most_keys: int) -> tuple[StepShape, int] | None:
     """Of what the batch holds, and the tokens of its longest sequence; None: a step that isn't recorded."""
-    tokens, rows = int(batch.counts[0]), int(batch.counts[1])
-    if batch.prefill or not 0 < rows <= MOST_ROWS or int(batch.counts[2]) != tokens:
+    tokens, rows, samples = batch.counts[:3].tolist()
+    if batch.prefill or not 0 < rows <= MOST_ROWS or samples != tokens:
         return None
     starts = batch.seq_start[: rows + 1]
     each = 1 if tokens == rows else int((starts[1:] - starts[:-1]).max())

@@ -24,7 +24,7 @@ from planaria.kernels.gpu.graphs import CudaRecorder, StepGraphs, StepRecorder, 
 from planaria.kernels.gpu.lora import LoraPointers
 from planaria.kernels.gpu.packed import FEW_ROWS, DevicePacked, pack
 from planaria.kernels.gpu.step import DeviceStep, Places, lay_out
-from planaria.kernels.ops import Array, Batch, Quantized
+from planaria.kernels.ops import Array, Batch, Quantized, Rows
 from planaria.kernels.reference import SlotKV, SlotLatents, StepTensors
 from planaria.kernels.reference_linear import LowRank
 from planaria.mesh.all2all import All2All
@@ -42,6 +42,8 @@ def _logits(out: Any) -> Tensor:
 
 class GpuOps(ExpertKernels):
     """`Ops` by Triton and torch. device: torch's; "cpu" where Triton's interpreter runs."""
+
+    float8 = True  # weights of 8 bits stay so
 
     def __init__(self, device: str = "cuda", dtype: str = "float32", tp: Comm | None = None) -> None:
         super().__init__(device, dtype, tp)
@@ -67,7 +69,7 @@ class GpuOps(ExpertKernels):
 
     # Loading
 
-    def pack(self, weight: npt.NDArray[Any] | Quantized, bias: npt.NDArray[Any] | None = None) -> Any:
+    def pack(self, weight: Rows | Quantized, bias: npt.NDArray[Any] | None = None) -> Any:
         if isinstance(weight, Quantized):
             return pack(weight, bias, self.dtype, self.device)
         return super().pack(weight, bias)

@@ -1,11 +1,14 @@
-"""Weights that stay packed on a device, GGUF's kinds: few rows meet them as they are, many meet them unpacked.
+"""Weights that stay packed on a device, GGUF's kinds and float8: few rows meet them as they are, many meet them
+unpacked.
 
-Rule: a weight is scale * (code - offset) + minimum, or scale * LEVELS[code]; each 16 or 32 along K have a scale (and a
-minimum) of their own, in float32 where activations are, else in float16. Codes have 4, 6 or 8 bits here.
+Rule: a weight is scale * (code - offset) + minimum, scale * LEVELS[code], or scale * float8 / 256; each 16 or 32 along
+K have a scale (and a minimum) of their own, in float32 where activations are, else in float16. Codes have 4, 6 or 8
+bits here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +17,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from planaria.kernels.blocks import BLOCK, KINDS, LEVELS, BlockKind
+from planaria.kernels.blocks import BLOCK, LEVELS, PACKED, BlockKind
 from planaria.kernels.gpu.attention import interprets
-from planaria.kernels.ops import Quantized
-from planaria.kernels.reference_linear import Linear
+from planaria.kernels.ops import Quantized, Stacked
+from planaria.kernels.reference_linear import Linear, tensor_of
 
 DTYPES = (torch.float32, torch.bfloat16)  # of activations
 FEW_ROWS = 64  # up to which unpacking on the way is less than unpacking first
@@ -83,7 +86,7 @@ class DevicePacked:
         """Numbers and tensors that `of_parts` makes the same of. The first number says the dtype, the second whether
         there is a bias."""
         numbers = (DTYPES.index(self.dtype), int(self.bias is not None), *self.shape)
-        kind = tuple(int(self.kind[name]) for name in ("bits", "group", "shifted", "by_level"))
+        kind = tuple(int(self.kind[name]) for name in ("bits", "group", "shifted", "coded"))
         return (*numbers, *kind), self._codes if self.bias is None else (*self._codes, self.bias)
 
     @classmethod
@@ -91,9 +94,9 @@ class DevicePacked:
         """Raises ValueError."""
         if len(numbers) != 8 or len(tensors) != 5 + numbers[1] or not 0 <= numbers[0] < len(DTYPES):
             raise ValueError(f"no packed weight is {numbers} with {len(tensors)} tensors")
-        dtype, _, rows, columns, bits, group, shifted, by_level = numbers
+        dtype, _, rows, columns, bits, group, shifted, coded = numbers
         low, high, scales, minima, levels, *bias = tensors
-        kind = {"bits": bits, "group": group, "shifted": bool(shifted), "by_level": bool(by_level)}
+        kind = {"bits": bits, "group": group, "shifted": bool(shifted), "coded": coded}
         own = bias[0] if bias else None
         return cls(low, high, scales, minima, levels, own, (rows, columns), DTYPES[dtype], kind)
 
@@ -106,55 +109,66 @@ Weights = Linear | DevicePacked
 
 
 def pack(weight: Quantized, bias: npt.NDArray[Any] | None, dtype: torch.dtype, device: torch.device) -> DevicePacked:
-    """On the device, of a weight as its file packs it."""
-    kind, (rows, width) = KINDS[weight.kind], weight.shape
-    blocks = weight.data.reshape(rows, -1, kind.nbytes)
-    codes = _cut(kind.codes(blocks).reshape(rows, -1), weight.skip, width, BLOCK).reshape(rows, -1, BLOCK)
-    scales, minima = (_cut(each, weight.skip, width, kind.group) for each in _affine(kind, blocks))
-    bits = 8 if kind.bits == 8 else 4 if kind.bits <= 4 else 6
-    low, high = _planes(codes, bits)
-    form = np.float32 if dtype == torch.float32 else np.float16
+    """On the device, of a weight as its file packs it. Codes, which are most of it, are taken apart there."""
+    kind, (rows, width) = PACKED[weight.kind], weight.shape
+    data = weight.data.whole() if isinstance(weight.data, Stacked) else weight.data
+    blocks = data.reshape(rows, -1, kind.nbytes)
+    form = torch.float32 if dtype == torch.float32 else torch.float16
 
     def put(array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+        return tensor_of(np.ascontiguousarray(array)).to(device)
 
+    codes = _codes(kind, put(blocks)).view(rows, -1)
+    codes = _cut(codes, weight.skip, width, 1).reshape(rows, -1, BLOCK)
+    found = [_cut(each, weight.skip, width, kind.group).to(form).contiguous() for each in _affine(kind, blocks, put)]
+    bits = 8 if kind.bits == 8 else 4 if kind.bits <= 4 else 6
+    low, high = _planes(codes, bits)
+    shifted = len(found) > 1
     return DevicePacked(
-        put(low), put(high), put(scales.astype(form)), put(minima.astype(form)), put(np.array(LEVELS, np.float32)),
+        low, high, found[0], found[1] if shifted else found[0][:1, :1], put(np.array(LEVELS, np.float32)),
         None if bias is None else put(np.asarray(bias, np.float32)).to(dtype), (rows, width), dtype,
-        {"bits": bits, "group": kind.group, "shifted": bool(minima.size), "by_level": kind.levels},
+        {"bits": bits, "group": kind.group, "shifted": shifted, "coded": kind.levels + 2 * kind.float8},
     )  # fmt: skip
 
 
-def _cut(values: npt.NDArray[Any], skip: int, width: int, each: int) -> npt.NDArray[Any]:
+def _cut(values: Tensor, skip: int, width: int, each: int) -> Tensor:
     """Of what every `each` weights have one: that of `width` weights, in whole blocks, after `skip`."""
-    per_block = BLOCK // each if each < BLOCK else 1
-    first, count = (skip, -(-width // BLOCK) * BLOCK) if values.dtype.itemsize == 1 else (
-        skip // each, -(-width // BLOCK) * per_block
-    )  # fmt: skip
-    return values[:, first : first + count] if values.size else values
+    return values[:, skip // each : (skip + -(-width // BLOCK) * BLOCK) // each]
 
 
-def _affine(kind: BlockKind, blocks: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Scales and minima of each group, float32 [rows, groups]; no minima: an empty array."""
+def _codes(kind: BlockKind, blocks: Tensor) -> Tensor:
+    """`BlockKind.codes` of blocks [rows, blocks, nbytes]: [rows, blocks, elements]."""
+    codes, shift = blocks.new_zeros(()), 0
+    for at, bits, run in kind.planes:
+        packed = blocks[..., at : at + kind.elements * bits // 8].view(*blocks.shape[:2], -1, 1, run)
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=blocks.device)[:, None]
+        codes = codes | ((packed >> shifts) & (1 << bits) - 1).flatten(2) << shift
+        shift += bits
+    return codes
+
+
+def _affine(kind: BlockKind, blocks: npt.NDArray[np.uint8], put: Callable[[npt.NDArray[Any]], Tensor]) -> list[Tensor]:
+    """Scales of each group, and minima where there are any, float32 [rows, groups], on the device that they are `put`
+    on."""
     parts = kind.scales(blocks)
-    groups = kind.elements // kind.group
-    scale = parts.scale.astype(np.float32)[..., None]
-    scale = scale * (np.ones(groups, np.float32) if parts.sub_scales is None else parts.sub_scales)
-    minimum = -scale * np.float32(kind.offset) if kind.offset else np.zeros((0,), np.float32)
-    if parts.minimum is not None:
-        minimum = parts.minimum.astype(np.float32)[..., None]
-        minimum = np.repeat(minimum, groups, -1) if parts.sub_minima is None else -minimum * parts.sub_minima
-    rows = len(blocks)
-    return scale.reshape(rows, -1), minimum.reshape(rows, -1) if minimum.size else minimum
+    scale, minimum, more, less = (None if each is None else put(each).float() for each in parts)
+    assert scale is not None
+    scale = scale[..., None].expand(*scale.shape, kind.elements // kind.group)
+    scale = scale if more is None else scale * more
+    if minimum is not None:
+        minimum = minimum[..., None].expand_as(scale) if less is None else -minimum[..., None] * less
+    elif kind.offset:
+        minimum = -scale * kind.offset
+    return [scale.flatten(1)] if minimum is None else [scale.flatten(1), minimum.flatten(1)]
 
 
-def _planes(codes: npt.NDArray[np.uint8], bits: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+def _planes(codes: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Codes [rows, blocks, 32] as the kernels read them."""
-    none = np.zeros(1, np.uint8)
+    none = codes.new_zeros(1)
     if bits == 8:
-        return codes.view(np.int8), none
+        return codes.contiguous().view(torch.int8), none
     low = codes[..., :16] & 15 | codes[..., 16:] << 4
     if bits == 4:
         return low, none
-    upper = (codes >> 4).reshape(*codes.shape[:-1], 4, 8)
+    upper = (codes >> 4).view(*codes.shape[:2], 4, 8)
     return low, upper[..., 0, :] | upper[..., 1, :] << 2 | upper[..., 2, :] << 4 | upper[..., 3, :] << 6

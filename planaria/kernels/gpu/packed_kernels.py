@@ -2,6 +2,7 @@
 
 Of each 32 weights along K a row has 16 bytes of the lowest four bits (the first 16 codes in the low halves, the others
 in the high ones), where codes have six 8 bytes more with the others, two bits each; or 32 bytes, where they have eight.
+coded: 0, a code is an integer; 1, a place in `levels`; 2, a float8 (e4m3), a 256th of which is a float16.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-not-found, import-untyped"
@@ -15,7 +16,7 @@ import triton.language as tl
 @triton.jit
 def _half(
     low, high, scales, minima, levels, column, inside, block, byte, upper: tl.constexpr, row_blocks, bits: tl.constexpr,
-    group: tl.constexpr, shifted: tl.constexpr, by_level: tl.constexpr,
+    group: tl.constexpr, shifted: tl.constexpr, coded: tl.constexpr,
 ):  # fmt: skip
     """Float32 weights [block_n, block_k] of the first or the other (`upper`) 16 of some blocks. column [block_n]: rows
     of the weight; block, byte [block_k]: which block, which of its 16."""
@@ -27,8 +28,11 @@ def _half(
         if bits == 6:
             two = tl.load(high + spot * 8 + byte[None, :] % 8, mask=inside, other=0).to(tl.int32)
             code += ((two >> (4 * upper + 2 * (byte[None, :] // 8))) & 3) << 4
-    if by_level:
+    if coded == 1:
         value = tl.load(levels + code)
+    elif coded == 2:
+        bits16 = ((code & 128) << 8) | ((code & 127) << 7)
+        value = bits16.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
         value = code.to(tl.float32)
     of = spot if group == 32 else spot * 2 + upper
@@ -41,7 +45,7 @@ def _half(
 @triton.jit
 def product(
     x, low, high, scales, minima, levels, bias, out, rows, columns, width, row_blocks, has_bias: tl.constexpr,
-    bits: tl.constexpr, group: tl.constexpr, shifted: tl.constexpr, by_level: tl.constexpr, exact: tl.constexpr,
+    bits: tl.constexpr, group: tl.constexpr, shifted: tl.constexpr, coded: tl.constexpr, exact: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
     """x [rows, width] times the weight [columns, width], transposed. block_k: of half of the codes."""
@@ -58,7 +62,7 @@ def product(
             a = tl.load(x + row[:, None].to(tl.int64) * width + place[None, :], mask=taken, other=0.0)
             w = _half(
                 low, high, scales, minima, levels, column, inside, block, byte, upper, row_blocks, bits, group, shifted,
-                by_level,
+                coded,
             )  # fmt: skip
             w = w.to(a.dtype)
             if exact:
@@ -75,7 +79,7 @@ def product(
 @triton.jit
 def unpack(
     low, high, scales, minima, levels, which, out, width, row_blocks, bits: tl.constexpr, group: tl.constexpr,
-    shifted: tl.constexpr, by_level: tl.constexpr, picks: tl.constexpr, block_k: tl.constexpr,
+    shifted: tl.constexpr, coded: tl.constexpr, picks: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
     """A row of weights; with `picks` the one that `which` names."""
     line = tl.program_id(0).to(tl.int64)
@@ -87,7 +91,7 @@ def unpack(
     for upper in tl.static_range(2):
         w = _half(
             low, high, scales, minima, levels, column, inside, block, byte, upper, row_blocks, bits, group, shifted,
-            by_level,
+            coded,
         )  # fmt: skip
         place = block * 32 + 16 * upper + byte
         to = out + line * width + place[None, :]

@@ -103,9 +103,14 @@ class Places:
         return np.take(batch.block_table[:, :width], batch.seq_row[:sequences], axis=0, out=into, mode="clip")
 
     def fill(self) -> dict[str, Any]:
-        if self._copied is not None:
-            self._copied.synchronize()
+        until(self._copied)
         return self.host
+
+
+def until(event: Any) -> None:
+    """Wait for a CUDA event, if there is one; mostly it was long ago, and nobody waits."""
+    if event is not None and not event.query():
+        event.synchronize()
 
 
 def _cut(whole: Tensor, sizes: dict[str, int]) -> dict[str, Tensor]:
