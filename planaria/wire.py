@@ -133,6 +133,7 @@ class EngineFacts(msgspec.Struct, frozen=True, array_like=True, tag="facts"):
     shared_bytes: int = 0  # of the weights, in memory that other engines of the node share
     committed: dict[str, int] = {}  # that the engine before it had computed: tokens of requests, by name in hex
     weights_number: int = 0  # see UpdateWeights
+    attention: list[str] = []  # how layers compute it, where there is a choice
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True, tag="output"):

@@ -154,6 +154,8 @@ def summary(
     table.add_row("memory", f"{weights} of weights{shared} {kv} of KV{each} ({facts.device})")
     tokens = facts.num_blocks * facts.block_size
     table.add_row("tokens", f"{tokens:,} fit at a time; the longest request has {facts.max_model_len:,}")
+    if facts.attention:
+        table.add_row("attention", f"by {', '.join(facts.attention)}")
     if facts.drafts is not None:
         table.add_row("drafts", "{}, up to {} tokens of a sequence in a step".format(*facts.drafts))
     if prefill:

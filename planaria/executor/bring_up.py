@@ -143,6 +143,7 @@ class BringUp:
         self.members: tuple[Hello, ...] = ()
         self.num_blocks = self.kv_bytes = 0  # of KV on each rank
         self.weight_bytes = self.shared_bytes = 0  # of all ranks; of these, what other engines may have, too
+        self.attention: list[str] = []  # ways of layers, where there is a choice
         self.seconds: dict[str, float] = {}
         self.failure: Failed | None = None
         self.placing = placing
@@ -171,6 +172,7 @@ class BringUp:
                     self.damaged.setdefault(self.layout.coords(reply.rank).dp, set()).update(reply.facts["damaged"])
                 if "stored" in reply.facts:
                     self.stored[reply.rank] = reply.facts["stored"]
+                self.attention = self.attention or reply.facts.get("attention", [])
                 if "address" in reply.facts:
                     self.addresses[reply.rank] = reply.facts["address"]
                 received = max(reply.facts.get("received", 0), self.received.get(reply.rank, 0))

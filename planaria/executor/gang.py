@@ -206,7 +206,7 @@ class Gang:
         self.kv_bytes[self.layout] = max(bring_up.kv_bytes, self.kv_bytes.get(self.layout, 0))
         self.members, self.num_blocks = bring_up.members, bring_up.num_blocks
         self.weight_bytes, self.shared_bytes = bring_up.weight_bytes, bring_up.shared_bytes
-        self.seconds = bring_up.seconds | phases.seconds
+        self.seconds, self.attention = bring_up.seconds | phases.seconds, bring_up.attention
         self.kv.formed(bring_up)
         self.maps, self.travel, self.sent = bring_up.maps, bring_up.travel, None
         self.came_up = True

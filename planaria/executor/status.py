@@ -49,6 +49,7 @@ def facts_of(config: EngineConfig, gang: Gang, core: EngineCore) -> EngineFacts:
         kv_bytes=gang.kv_bytes[gang.layout],
         drafts=drafting(config),
         shared_bytes=gang.shared_bytes,
+        attention=gang.attention,
         committed={name.hex(): held.length for lane in core.lanes for name, held in lane.held.items()},
     )
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +68,20 @@ class Quantized:
     data: Any  # Rows of uint8
     shape: tuple[int, int]
     skip: int = 0
+
+
+class AttentionKind(NamedTuple):
+    """What a layer's attention asks for. dim: of a head's key; rank: of its value, where values are the first columns
+    of keys (MLA), else 0; sunk: has it sinks? part: is it of a context rank?"""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    rank: int = 0
+    cap: float = 0.0
+    window: int | None = None
+    sunk: bool = False
+    part: bool = False
 
 
 def parts_of(weight: Weight) -> tuple[Weight, ...]:

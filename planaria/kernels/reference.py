@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from planaria.kernels import reference_experts as mixture
-from planaria.kernels.ops import Array, Batch, CacheMemory, Quantized, Rows, Slots, Stacked
-from planaria.kernels.quant import dequantise
+from planaria.kernels.ops import Array, AttentionKind, Batch, CacheMemory, Slots
 from planaria.kernels.reference_context import SharedTokens
-from planaria.kernels.reference_linear import Linear, Products, tensor_of
+from planaria.kernels.reference_linear import Linear, Products
 from planaria.kernels.torch_placed import seen
 from planaria.mesh.all2all import All2All
 from planaria.mesh.comm import Comm, Solo
@@ -237,19 +236,6 @@ class TorchOps(Products, SharedTokens):
 
     # Loading
 
-    def pack(self, weight: Rows | Quantized, bias: npt.NDArray[Any] | None = None) -> Linear:
-        values = dequantise(weight) if isinstance(weight, Quantized) else weight
-        parts = values.parts if isinstance(values, Stacked) else (values,)
-        if bias is not None:
-            parts = *parts, bias
-        rows, columns = values.shape
-        if len(parts) == 1:
-            return Linear.of(self._keep(parts[0], self.dtype).view(-1), rows, columns, False)
-        whole = torch.empty(sum(part.size for part in parts), dtype=self.dtype, device=self.device)
-        for part, into in zip(parts, torch.split(whole, [part.size for part in parts]), strict=True):
-            into.view(part.shape).copy_(tensor_of(part))
-        return Linear.of(whole, rows, columns, bias is not None)
-
     def vector(self, values: npt.NDArray[Any]) -> Tensor:
         return self._keep(values, torch.float32)
 
@@ -275,9 +261,6 @@ class TorchOps(Products, SharedTokens):
             return torch.zeros(shape, dtype=self.dtype, device=self.device)
         size = math.prod(shape) * self.dtype.itemsize
         return seen(self.kv_part.take(size), self.device).view(self.dtype).view(shape)
-
-    def _keep(self, values: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
-        return tensor_of(values).to(device=self.device, dtype=dtype).contiguous()
 
     def add_up(self, x: Tensor) -> Tensor:
         """Over the tensor ranks."""
@@ -495,6 +478,10 @@ class TorchOps(Products, SharedTokens):
             return tuple(map(own._shared, found)) if isinstance(found, tuple) else own._shared(found)
 
         return run
+
+    def choose_attention(self, kinds: Iterable[AttentionKind]) -> list[str]:
+        """How such layers are computed from now on, in a name each."""
+        return ["plain torch"]
 
     def places(self, batch: Batch) -> Any:
         """What all steps of a compiled function share."""

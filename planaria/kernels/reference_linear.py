@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from planaria.kernels.numbers import BFLOAT16
-from planaria.kernels.ops import Array, parts_of
+from planaria.kernels.ops import Array, Quantized, Rows, Stacked, parts_of
+from planaria.kernels.quant import dequantise
 from planaria.mesh.comm import Comm
 
 
@@ -66,12 +67,28 @@ class LowRank:
 class Products:
     """A part of `TorchOps`."""
 
+    device: torch.device
     dtype: torch.dtype
     tp: Comm
     step: Any
-    _keep: Callable[[npt.NDArray[Any], torch.dtype], Tensor]
     _shared: Callable[[Tensor], Array]
     _norm: Callable[[Tensor, Tensor, float], Tensor]
+
+    def pack(self, weight: Rows | Quantized, bias: npt.NDArray[Any] | None = None) -> Linear:
+        values = dequantise(weight) if isinstance(weight, Quantized) else weight
+        parts = values.parts if isinstance(values, Stacked) else (values,)
+        if bias is not None:
+            parts = *parts, bias
+        rows, columns = values.shape
+        if len(parts) == 1:
+            return Linear.of(self._keep(parts[0], self.dtype).view(-1), rows, columns, False)
+        whole = torch.empty(sum(part.size for part in parts), dtype=self.dtype, device=self.device)
+        for part, into in zip(parts, torch.split(whole, [part.size for part in parts]), strict=True):
+            into.view(part.shape).copy_(tensor_of(part))
+        return Linear.of(whole, rows, columns, bias is not None)
+
+    def _keep(self, values: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
+        return tensor_of(values).to(device=self.device, dtype=dtype).contiguous()
 
     def _product(self, x: Tensor, weight: Linear | tuple[Linear, ...], lora: LowRank | None) -> Tensor:
         parts = [w.product(x) for w in parts_of(weight)]

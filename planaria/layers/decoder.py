@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from planaria.kernels.ops import Act, Columns, KVLayer, Operations, Ops, RopeTable, Weight
+from planaria.kernels.ops import Act, AttentionKind, Columns, KVLayer, Operations, Ops, RopeTable, Weight
 from planaria.layers.mla import LatentAttention
 from planaria.layers.mlp import MLP
 from planaria.layers.moe import MoE
@@ -89,6 +89,12 @@ class Attention:
 
     def make_kv(self, ops: Ops, num_blocks: int, block_size: int) -> None:
         self.kv = self.cache(ops, num_blocks, block_size, self.num_kv_heads)
+
+    @property
+    def kind(self) -> AttentionKind:
+        part = self.context is not None  # whose sinks come in when parts are merged
+        sunk = self.sinks is not None and not part
+        return AttentionKind(self.num_heads, self.num_kv_heads, self.head_dim, 0, self.cap, self.window, sunk, part)
 
     def kv_block_bytes(self, ops: Ops, block_size: int) -> int:
         return self.cache_bytes(ops, block_size, self.num_kv_heads)

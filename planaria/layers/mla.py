@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from planaria.kernels.ops import Act, Columns, KVLayer, Operations, Ops, RopeTable, Weight
+from planaria.kernels.ops import Act, AttentionKind, Columns, KVLayer, Operations, Ops, RopeTable, Weight
 from planaria.layers.rope import softmax_factor
 from planaria.layers.weights import TensorPart, WeightLoader
 from planaria.models.config import ModelConfig
@@ -94,6 +94,11 @@ class LatentAttention:
 
     def make_kv(self, ops: Ops, num_blocks: int, block_size: int) -> None:
         self.kv = self.cache(ops, num_blocks, block_size)
+
+    @property
+    def kind(self) -> AttentionKind:
+        heads = self.num_heads if self.context is None else len(self.context.heads)
+        return AttentionKind(heads, 1, self.width, self.rank, part=self.context is not None)
 
     def kv_block_bytes(self, ops: Ops, block_size: int) -> int:
         return self.cache_bytes(ops, block_size)

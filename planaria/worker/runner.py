@@ -1,7 +1,7 @@
 """Turns a lane's plan into one forward pass and its sampled tokens.
 
-Rows live in arrays: `cursor` is the position of a row's next token, `last` the token it sampled, `auto` marks rows
-that go on by themselves. A step costs a few array operations for those and a little Python for each that changes.
+Rows live in arrays: `cursor` is the position of a row's next token, `last` the token it sampled, `turns` says which go
+on by themselves. A step costs a few array operations for those and a little Python for each that changes.
 """
 
 from __future__ import annotations
@@ -43,6 +43,25 @@ class StepUnderWay:
         return self._found
 
 
+class RowTurns:
+    """of: in whose steps a row goes on by itself; -1: in none."""
+
+    def __init__(self, rows: int) -> None:
+        self.of = np.full(rows, -1, np.int32)
+        self._rows: dict[int, tuple[npt.NDArray[np.int64], list[int]]] = {}  # of each turn, until one comes or leaves
+
+    def put(self, row: int, turn: int) -> None:
+        self.of[row] = turn
+        self._rows.clear()
+
+    def rows(self, turn: int) -> tuple[npt.NDArray[np.int64], list[int]]:
+        """That go on in its steps, twice the same. Both stay as they are."""
+        if turn not in self._rows:
+            rows = np.flatnonzero(self.of == turn)
+            self._rows[turn] = rows, rows.tolist()
+        return self._rows[turn]
+
+
 class Runner:
     """`forward` runs the model on what `batch` holds and returns logits [S, vocabulary] float32.
 
@@ -67,8 +86,7 @@ class Runner:
         self.step_number = 0
         self.cursor = np.zeros(rows, np.int32)
         self.last = np.zeros(rows, np.int32)
-        self.turn = np.full(rows, -1, np.int32)  # in whose steps a row goes on by itself; -1: none
-        self._going: dict[int, tuple[npt.NDArray[np.int64], list[int]]] = {}  # of each turn, until one comes or leaves
+        self.turns = RowTurns(rows)
         self.prompts: dict[int, Sequence[int]] = {}  # histories of rows that are not through them yet
         self.logprobs_wanted: dict[int, int] = {}  # row -> k, prompt logprobs
         self.refused: dict[int, str] = {}  # rows whose request could not enter, until they are freed
@@ -92,18 +110,16 @@ class Runner:
         chunks = [change for change in plan if self._enter(change)]
         refused = {c.row: self.refused[c.row] for c in plan if c.row in self.refused} if self.refused else {}
         self.stage.take_tokens(turn, self._hear)
-        rows, samples = self._rows_of(turn)
+        rows, samples = self.turns.rows(turn)
         if self.adapters is not None:
             rows = self.adapters.together(rows)
-            samples = rows.tolist()
         taken = None  # of each row's drafts
         if self.speculation is not None:
             room = self.batch.row_blocks[rows] * self.block_size - self.cursor[rows]
             rows, room = rows[room > 0], room[room > 0]  # one whose blocks are full does nothing
             taken = self.speculation.taken(rows, room - 1, alone=not chunks)
+        if chunks or self.adapters is not None or self.speculation is not None:
             samples = rows.tolist()
-        if chunks:
-            samples = samples.copy()
         starts = self._fill_auto(rows, taken)
         lines: list[int] = starts.tolist() if chunks or taken is not None else []  # logits rows to draw from
         prompt_parts: list[tuple[Row, int]] = []  # (chunk, first of its logits rows)
@@ -147,7 +163,7 @@ class Runner:
                 prompt_logprobs[chunk.row] = _prompt_logprobs(sampler, history, chunk, k, logits, line)
         for chunk in chunks:
             if chunk.sample:
-                self._go_on(chunk.row, turn if chunk.row not in self.pooling.kinds else -1)
+                self.turns.put(chunk.row, turn if chunk.row not in self.pooling.kinds else -1)
                 self.prompts.pop(chunk.row, None)
                 self.logprobs_wanted.pop(chunk.row, None)
         others = LaneResult([], [], prompt_logprobs=prompt_logprobs, errors=refused, pooled=vectors)
@@ -237,25 +253,14 @@ class Runner:
         if self.speculation is None:
             self.last[rows] = told[:, 0]
             return
-        there = np.flatnonzero(self.turn[rows] == turn)  # not who has left, nor who came to the row since
+        there = np.flatnonzero(self.turns.of[rows] == turn)  # not who has left, nor who came to the row since
         rows, told = [rows[i] for i in there], told[there]
         self.cursor[rows] += told[:, 0] - 1
         self.last[rows] = told[:, 1]
         self.speculation.hear(rows, told)
 
-    def _go_on(self, row: int, turn: int) -> None:
-        """It does, in steps of this turn; -1: no more."""
-        self.turn[row] = turn
-        self._going.clear()
-
-    def _rows_of(self, turn: int) -> tuple[npt.NDArray[np.int64], list[int]]:
-        if turn not in self._going:
-            rows = np.flatnonzero(self.turn == turn)
-            self._going[turn] = rows, rows.tolist()
-        return self._going[turn]
-
     def _leave(self, row: int) -> None:
-        self._go_on(row, -1)
+        self.turns.put(row, -1)
         self.prompts.pop(row, None)
         self.logprobs_wanted.pop(row, None)
         self.refused.pop(row, None)
@@ -272,7 +277,7 @@ class Runner:
         if row in self.refused and fresh is None:
             return False
         if fresh is not None:
-            self._go_on(row, -1)
+            self.turns.put(row, -1)
             self.batch.row_blocks[row] = 0
             self.prompts[row] = fresh.tokens
             if fresh.params.prompt_logprobs is not None:
@@ -293,7 +298,7 @@ class Runner:
             into = have if more == 1 else slice(have, have + more)  # one alone is a third of the time
             self.batch.block_table[row, into] = change.blocks[0] if more == 1 else change.blocks
             self.batch.row_blocks[row] = have + more
-        if self.turn.item(row) < 0:
+        if self.turns.of.item(row) < 0:
             return True
         if change.start != -1 and change.start != self.cursor.item(row):
             raise ValueError(f"row {row} is at {self.cursor[row]}, the plan says {change.start}")

@@ -341,7 +341,7 @@ class Worker:
             pooling=Pooling((lambda: ops.compile(both, own)) if model.has_logits else None, model.logit_scale),
             adapters=self.loras and self.loras.of_rows(scheduler.max_num_seqs),
         )  # fmt: skip
-        facts = looked() | self.kv.connect(self.config, self.layout, self.model, self.ops)
+        facts = looked() | self.kv.connect(self.config, self.layout, self.model, self.ops) | _attention(self)
         self.weights.tidy()
         self._timed("kv", since)
         return Ready(self.rank, self.seconds, facts)
@@ -393,6 +393,14 @@ def _facts(worker: Worker) -> Reply:
     assert part is not None
     available = available_bytes(config) - (worker.loras.num_bytes if worker.loras is not None else 0)
     return Facts(worker.rank, block, available, weights, *worker.weights.shared(common_part(*part)))
+
+
+def _attention(worker: Worker) -> dict[str, Any]:
+    """How layers compute it, where there is a choice."""
+    choose = getattr(worker.ops, "choose_attention", None)
+    if choose is None or worker.config.model.foreign is not None:
+        return {}
+    return {"attention": choose(layer.attention.kind for layer in worker.model.layers)}
 
 
 def _hands_on(worker: Worker) -> bool:

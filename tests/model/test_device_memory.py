@@ -24,6 +24,7 @@ from planaria.config.options import EngineConfig, EngineOptions
 from planaria.config.resolve import resolve
 from planaria.executor.ray.actor import NodeReaper
 from planaria.executor.ray.actors import Actors
+from planaria.executor.status import facts_of
 from planaria.hosts import cuda_memory
 from planaria.hosts.cuda_memory import CudaAllocator
 from planaria.hosts.device_keeper import DeviceKeeper, GivenKeepers, OwnedKeepers
@@ -580,6 +581,7 @@ def test_a_replacement_maps_weights_and_goes_on_with_kv(model: Path, given: Memo
         assert Keepers(given.keepers, 0).held() == held and engine.loop.gang.shared_bytes > 0
         assert engine.loop.gang.kv.kept and engine.recoveries[0].tokens == 0
         assert engine.loop.core is not None and engine.loop.core.replayed_tokens == 0
+        assert facts_of(engine.loop.config, engine.loop.gang, engine.loop.core).attention == ["plain torch"]
 
 
 def test_without_its_keeper_a_replacement_loads_and_computes_again(

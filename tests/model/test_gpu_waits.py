@@ -115,7 +115,8 @@ def steps(
     model = build(own, RandomSource(kind), ops, quantization="keep", shard=deal(own, 1, stages)[stage])
     model.count_experts()
     driver = Driver(model, adapted(model, ops) if adapts else ops, block_size=16)
-    run, driver.adapters = driver.run, {0: 2} if adapts else {}
+    assert ops.choose_attention(layer.attention.kind for layer in model.layers) == ["Triton"]
+    chosen, run, driver.adapters = dict(ops.ways), driver.run, {0: 2} if adapts else {}
 
     def counted() -> Any:
         with waits:
@@ -129,7 +130,7 @@ def steps(
         driver.step(feed)
         yield name, waits.found
     driver.step(text)
-    assert ops.recorder.played >= 3
+    assert ops.recorder.played >= 3 and ops.ways == chosen
 
 
 @pytest.mark.parametrize("case", CASES)

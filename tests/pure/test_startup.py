@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
+from msgspec.structs import replace
 from rich.progress import Progress
 
 from planaria.build import telling
@@ -76,4 +77,7 @@ def test_a_models_name_is_shown_as_it_is() -> None:
     facts = EngineFacts(name, 8, 8, 8, "float32", "none", "cpu", 1, 1, 16, 0, "uni", "direct", "tp=1", [1], {})
     with console.capture() as shown:
         console.print(summary(facts))
-    assert name in shown.get()
+    assert name in shown.get() and "attention" not in shown.get()
+    with console.capture() as shown:
+        console.print(summary(replace(facts, attention=["torch varlen", "Triton"])))
+    assert "attention  by torch varlen, Triton" in shown.get()

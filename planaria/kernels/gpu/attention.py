@@ -24,8 +24,7 @@ ALL = Stripes()
 
 @dataclass(frozen=True)
 class Need:
-    """What a layer's attention asks for. device: torch's kind. dim: of a head's key; rank: of its value, where values
-    are the first columns of keys (MLA), else 0. page: tokens of a block. part: of a context rank."""
+    """What a layer's attention asks for, see AttentionKind. device: torch's kind. page: tokens of a block."""
 
     device: str
     dtype: torch.dtype

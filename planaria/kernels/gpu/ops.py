@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from planaria.kernels.gpu.graphs import CudaRecorder, StepGraphs, StepRecorder, 
 from planaria.kernels.gpu.lora import LoraPointers
 from planaria.kernels.gpu.packed import FEW_ROWS, DevicePacked, pack
 from planaria.kernels.gpu.step import DeviceStep, Places, lay_out
-from planaria.kernels.ops import Array, Batch, Quantized, Rows
+from planaria.kernels.ops import Array, AttentionKind, Batch, Quantized, Rows
 from planaria.kernels.reference import SlotKV, SlotLatents, StepTensors
 from planaria.kernels.reference_linear import LowRank
 from planaria.mesh.all2all import All2All
@@ -298,6 +298,14 @@ class GpuOps(ExpertKernels):
         else:
             out = torch.mm(x.to(self.dtype), weight.weight.T, out_dtype=torch.float32)
         return self._finished(out, vocab, size, cap)
+
+    def choose_attention(self, kinds: Iterable[AttentionKind]) -> list[str]:
+        page = self._block_size
+        needs = [
+            self._need(own.heads, own.kv_heads, own.dim, page, own.rank, own.cap, own.window, own.sunk, own.part)
+            for own in kinds
+        ]
+        return list(dict.fromkeys(self._way(need).name for need in needs))
 
     @property
     def _device_step(self) -> DeviceStep:
