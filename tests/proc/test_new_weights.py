@@ -51,7 +51,7 @@ def update(server: Server, path: Path) -> httpx2.Response:
 def test_every_engine_has_them_also_those_that_come_later(server: Server, folders: list[Path], tmp_path: Path) -> None:
     before = ask(server)
     assert "weights_version" not in before, "nothing is said where nothing was changed"
-    body = BODY | {"max_tokens": 3000, "stream": True}
+    body = BODY | {"max_tokens": 1500, "stream": True}
     with httpx2.stream("POST", server.url + "/v1/completions", json=body, timeout=PATIENCE) as stream:
         lines = (line for line in stream.iter_lines() if line.startswith("data: {"))
         next(lines)
