@@ -120,13 +120,23 @@ def own_address(host: str) -> str:
         raise CapacityError(f"there is no way to {host} from here: {e.strerror}") from None
 
 
-def process_state(pid: int) -> str:
-    """The kernel's letter for a process of this node: R, S, D, T (stopped), t (traced), Z (ended) ...; "" if gone."""
+def _stat(pid: int) -> list[bytes]:
+    """What the kernel says of a process of this node, from its state on; nothing if gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as f:
-            return f.read().rpartition(b")")[2].split()[0].decode()
+            return f.read().rpartition(b")")[2].split()
     except OSError:
-        return ""
+        return []
+
+
+def process_state(pid: int) -> str:
+    """The kernel's letter for a process of this node: R, S, D, T (stopped), t (traced), Z (ended) ...; "" if gone."""
+    return b"".join(_stat(pid)[:1]).decode()
+
+
+def born(pid: int) -> int:
+    """When a process of this node started, in the kernel's ticks; 0 if it is gone."""
+    return int(b"".join(_stat(pid)[19:20]) or 0)
 
 
 def available_memory() -> int:
@@ -149,12 +159,10 @@ def resident_bytes(pid: int) -> int:
 
 def uptime(pid: int) -> float | None:
     """Seconds since a process of this node was started; None if gone."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as f, open("/proc/uptime") as now:
-            began = int(f.read().rpartition(b")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-            return max(0.0, float(now.read().split()[0]) - began)
-    except OSError:
+    if not (began := born(pid)):
         return None
+    with open("/proc/uptime") as now:
+        return max(0.0, float(now.read().split()[0]) - began / os.sysconf("SC_CLK_TCK"))
 
 
 def readable(fd: int, seconds: float = 0.0) -> bool:

@@ -60,7 +60,7 @@ def read_adapter(folder: Path, model: ModelConfig, max_rank: int) -> Adapter:
     said = json_object(folder / CONFIG, config)
     _check(folder / CONFIG, said, max_rank)
     found = _tensors(folder / WEIGHTS, weights, model, shapes)
-    modules = [_module(folder, name, pair, weights, said, shapes[name], max_rank) for name, pair in found.items()]
+    modules = [_module(folder, name, pair, weights, said, shapes[name]) for name, pair in found.items()]
     layers: dict[int, list[LoraModule]] = {}
     for module in modules:
         match = LAYER.match(module.name)
@@ -154,7 +154,7 @@ def _tensors(
 
 def _module(
     folder: Path, name: str, pair: Mapping[str, TensorInfo], data: bytes, said: Mapping[str, Any],
-    shape: tuple[int, int], max_rank: int,
+    shape: tuple[int, int],
 ) -> LoraModule:  # fmt: skip
     path = folder / WEIGHTS
     if len(pair) < 2:

@@ -15,7 +15,7 @@ from planaria.config.options import CacheConfig, SchedulerConfig
 from planaria.core import holding
 from planaria.core.connector import LaneConnector, TierCounts, work_of
 from planaria.core.kv_cache import KeyScope
-from planaria.core.kv_index import LaneIndex, NoIndex, name_of_request
+from planaria.core.kv_index import LaneIndex, name_of_request
 from planaria.core.loras import LoraSlots
 from planaria.core.quarantine import Quarantine
 from planaria.core.scheduler import Lane
@@ -241,7 +241,7 @@ class EngineCore:
             before = sum(entry.request.computed for entry in lane.entries.values())
             lane.num_blocks = num_blocks or lane.num_blocks
             if not kept or moved is not None:
-                lane.index = indexes[number] or NoIndex(self.config.max_num_seqs)
+                lane.index = indexes[number] or LaneIndex(self.config.max_num_seqs)
             lane.lost(0, self.micro_steps, kept=kept, moved=moved[number] if moved is not None else None)
             self.replayed_tokens += before - sum(entry.request.computed for entry in lane.entries.values())
             for request in [entry.request for entry in lane.entries.values()]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from planaria.core.kv_cache import BlockKey
 from planaria.hosts.kv_keys import DIGEST, FIRST, HEAD, KEY, Shape
@@ -28,33 +28,9 @@ class HeldBlocks(NamedTuple):
     length: int
 
 
-class LaneIndex(Protocol):
-    """Of one lane. `lengths`: of each row, how many of its tokens are committed."""
-
-    lengths: memoryview | list[int]
-
-    @property
-    def block_size(self) -> int: ...
-
-    def remember(self, block: int, key: BlockKey) -> None: ...
-
-    def forget(self, block: int) -> None: ...
-
-    def release(self, block: int) -> None:
-        """It has a key, and nobody uses it any more."""
-        ...
-
-    def enter(self, row: int, request: Request, blocks: Sequence[int]) -> None: ...
-
-    def append(self, row: int, first: int, blocks: Sequence[int]) -> None: ...
-
-    def leave(self, row: int) -> None: ...
-
-    def load(self) -> tuple[dict[int, BlockKey], dict[bytes, HeldBlocks]]: ...
-
-
-class NoIndex:
-    """Of KV that nobody else can go on with."""
+class LaneIndex:
+    """Of one lane whose KV nobody else can go on with: nothing is written down. `lengths`: how many tokens of each row
+    are committed."""
 
     def __init__(self, rows: int) -> None:
         self.lengths: memoryview | list[int] = [0] * rows
@@ -64,7 +40,8 @@ class NoIndex:
 
     def forget(self, block: int) -> None: ...
 
-    def release(self, block: int) -> None: ...
+    def release(self, block: int) -> None:
+        """It has a key, and nobody uses it any more."""
 
     def enter(self, row: int, request: Request, blocks: Sequence[int]) -> None: ...
 
@@ -73,6 +50,7 @@ class NoIndex:
     def leave(self, row: int) -> None: ...
 
     def load(self) -> tuple[dict[int, BlockKey], dict[bytes, HeldBlocks]]:
+        """Keys by block, in the order in which these were released; and what rows hold by name."""
         return {}, {}
 
 
@@ -88,7 +66,7 @@ def name_of_request(request: Request) -> bytes:
     return name_of(request.id, request.prompt, request.seed, request.salt, request.adapter)
 
 
-class BufferIndex:
+class BufferIndex(LaneIndex):
     """Of the lane `number`, in such a buffer."""
 
     def __init__(self, buffer: memoryview, shape: Shape, number: int) -> None:
@@ -106,7 +84,7 @@ class BufferIndex:
         self._tables = part(rows * 4 * shape.width).cast("i")
         self._names = part(rows * KEY)
         self.keys = shape.keys_of(buffer, number)
-        self.remember, self.forget = self.keys.remember, self.keys.forget
+        self.remember, self.forget = self.keys.remember, self.keys.forget  # type: ignore[method-assign]
 
     def release(self, block: int) -> None:
         self._last += 1
@@ -128,7 +106,6 @@ class BufferIndex:
         self._counts[row] = 0
 
     def load(self) -> tuple[dict[int, BlockKey], dict[bytes, HeldBlocks]]:
-        """Keys by block, in the order in which these were released; and what rows hold by name."""
         held, keys = {}, self.keys.all()
         for row, count in enumerate(self._counts):
             blocks = self._tables[row * self.shape.width : row * self.shape.width + count].tolist()

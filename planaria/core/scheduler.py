@@ -28,7 +28,7 @@ from planaria.core import holding
 from planaria.core.connector import LaneConnector
 from planaria.core.holding import Moved
 from planaria.core.kv_cache import BlockKey, BlockPool, KeyScope, block_key
-from planaria.core.kv_index import HeldBlocks, LaneIndex, NoIndex
+from planaria.core.kv_index import HeldBlocks, LaneIndex
 from planaria.core.loras import LoraSlots
 from planaria.core.policy import POLICIES, Key
 from planaria.core.sequence import NEVER, MicroStep, SequenceState
@@ -60,7 +60,7 @@ class Lane:
         self.builder = StepBuilder(self)
         self.drawn, self.ended = 0, list[str]()  # in the last commit: tokens, requests
         self.only: str | None = None  # no other request may enter (quarantine)
-        self.index: LaneIndex = index or NoIndex(scheduler.max_num_seqs)
+        self.index: LaneIndex = index or LaneIndex(scheduler.max_num_seqs)
         self.held: dict[bytes, HeldBlocks] = {}  # of requests that may come, by name
         self.connector: LaneConnector | None = None  # to what is kept outside of memory
         self.lender: Lender | None = None  # to other engines

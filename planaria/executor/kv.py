@@ -33,28 +33,22 @@ class NodeMemory(Protocol):
 
     def index(self, size: int) -> memoryview:
         """What tells of what is in it. Zeros, where nothing has been written since `clear`."""
-        ...
 
     def settle(self, timeout: float) -> bool:
         """Wait until nobody computes in it. False: somebody still does."""
-        ...
 
     def clear(self) -> None:
         """All that is in it goes; no rank computes."""
-        ...
 
     def whole(self, number: int, layout: Layout, homes: Collection[str]) -> bool:
         """Is KV of this number here for each rank of a layout, where all of `homes` are, and room for another?"""
-        ...
 
     def keep(self, number: int) -> None:
         """All goes but KV of this number, the index too."""
-        ...
 
     @property
     def num_bytes(self) -> int:
         """That it takes."""
-        ...
 
 
 class GangKV:

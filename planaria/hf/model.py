@@ -93,7 +93,7 @@ class TransformersModel:
         for layer, shape in zip(self.layers, self.shapes, strict=True):
             layer.kv = self._ops.kv_layer(num_blocks, block_size, shape.heads, shape.width)
 
-    def kv_blocks(self, block_size: int) -> list[npt.NDArray[np.uint8]]:
+    def kv_blocks(self) -> list[npt.NDArray[np.uint8]]:
         """The caches' memory on a CPU: of each one [blocks, bytes]."""
         return [cache for layer in self.layers for cache in layer.kv.blocks()]
 

@@ -59,15 +59,12 @@ class Child(Protocol):
     @property
     def stopped(self) -> bool:
         """Does the kernel hold it still?"""
-        ...
 
     def tell(self, message: bytes) -> None:
         """Hand it something, without waiting for it; one that doesn't take it in time is killed."""
-        ...
 
     def kill(self) -> None:
         """For certain, a stopped one too; `ended` follows. Idempotent."""
-        ...
 
 
 News = Callable[[Any], None]  # gets a child that has said something or has ended, in any thread
@@ -76,33 +73,26 @@ News = Callable[[Any], None]  # gets a child that has said something or has ende
 class Host(Protocol):
     def slots(self) -> Cluster:
         """Nodes that are here and take processes, and their slots."""
-        ...
 
     def need(self, processes: int, spares: int) -> None:
         """So many are wanted at a time, and spares on each node: where no accelerators count the slots, there are
         enough from now on."""
-        ...
 
     def spawn(self, slot: Slot, entry: Program, boot: bytes | None, news: News, *, rank: int = -1) -> Child:
         """Start a process; `boot` is the first that it is told; rank: its number at first, for people, -1: none.
         Raises OSError: not now."""
-        ...
 
     def await_starts(self, children: Iterable[Child], timeout: float) -> None:
         """Wait until each is started, or has ended; those that are not in time end."""
-        ...
 
     def await_ends(self, children: Iterable[Child], timeout: float) -> list[Child]:
         """Those that have not ended by then."""
-        ...
 
     def absent(self) -> list[str]:
         """A line for each node that should be here, and why it isn't."""
-        ...
 
     def close(self) -> None:
         """No process is left that was ended; what is kept besides ends. Idempotent."""
-        ...
 
 
 def how_it_ended(code: int) -> str:

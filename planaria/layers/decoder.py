@@ -233,7 +233,7 @@ class Model:
         for layer in self.layers:
             layer.attention.make_kv(self._ops, num_blocks, block_size)
 
-    def kv_blocks(self, block_size: int) -> list[npt.NDArray[np.uint8]]:
+    def kv_blocks(self) -> list[npt.NDArray[np.uint8]]:
         """The caches' memory on a CPU: of each one [blocks, bytes]."""
         return [cache for layer in self.layers for cache in layer.attention.kv.blocks()]
 

@@ -51,7 +51,6 @@ class Packings(Protocol):
 
     def thing(self, key: str, make: Callable[[], tuple[Any, int]]) -> tuple[Any, int]:
         """What `make` makes of the checkpoint, and its bytes; key: what is asked for. Raises PartDiffers."""
-        ...
 
 
 class PartDiffers(PlanariaError):

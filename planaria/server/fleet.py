@@ -51,19 +51,15 @@ class Hosts(Protocol):
 
     def open(self, size: int) -> None:
         """Places for the first `size` engines. Raises ConfigError, CapacityError."""
-        ...
 
     def grow(self, engines: Iterable[int]) -> None:
         """Places for those of these that have none, or for none of them. Raises as `open`."""
-        ...
 
     def room(self, engine: int) -> bool:
         """Is there a place for one that has none?"""
-        ...
 
     def release(self, engine: int) -> None:
         """It has ended, and doesn't come again."""
-        ...
 
     def close(self) -> None: ...
 
@@ -73,19 +69,15 @@ class Mover(Protocol):
 
     async def hand_over_all(self, engine: Engine) -> int:
         """See Dispatcher."""
-        ...
 
     async def take_share(self, engine: Engine) -> int:
         """See Dispatcher."""
-        ...
 
     async def emptied(self, indices: Iterable[int], timeout: float) -> None:
         """See Dispatcher."""
-        ...
 
     async def leave(self, engine: Engine) -> None:
         """See Dispatcher."""
-        ...
 
 
 class Fleet:

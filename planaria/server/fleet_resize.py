@@ -36,11 +36,9 @@ class LanePlaces(Protocol):
 
     def lend(self, lanes: int) -> tuple[LaneGroup, ...]:
         """Those of so many, made where there are none. Raises ConfigError, CapacityError."""
-        ...
 
     def take_back(self, lanes: int) -> None:
         """So many are in use from now on."""
-        ...
 
 
 class Resizer:

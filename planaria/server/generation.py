@@ -42,11 +42,9 @@ class ModelPlace(Protocol):
 
     def admits(self) -> bool:
         """Now, so that sequences can be submitted before anything else happens?"""
-        ...
 
     async def enter(self) -> None:
         """Wait until it does. A `Generation` that is open counts as running from then on. Raises RequestError."""
-        ...
 
 
 class Writer(Protocol):
@@ -58,19 +56,15 @@ class Writer(Protocol):
     def event(self, piece: Piece) -> bytes | Callable[[], bytes]:
         """Server-sent events for a piece: one, and before a choice's first whatever introduces it. What takes long to
         write is a function, to be called in a thread."""
-        ...
 
     def tail(self) -> bytes:
         """Events after the last piece of all choices, whatever ends a stream included."""
-        ...
 
     def failed(self, message: str, status: int, code: str) -> bytes:
         """The last of a stream that ends with an error, likewise."""
-        ...
 
     def whole(self) -> bytes:
         """The complete answer, as JSON."""
-        ...
 
 
 class Generation:

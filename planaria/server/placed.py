@@ -22,7 +22,6 @@ class Plan(Protocol):
     def differences(self, engine: int, places: Sequence[CameUp]) -> list[str]:
         """A line for each rank of an engine (and one for itself) that is elsewhere. places: by rank; with a layout
         other than the planned one there is nothing to say."""
-        ...
 
 
 class OwnPlan:

@@ -46,17 +46,13 @@ class RankConnector(Protocol):
 
     def stored(self) -> dict[str, bytes]:
         """The keys that this rank could bring back, by store, one behind the other."""
-        ...
 
     def begin(self, work: KVWork) -> None:
         """Heed what is dropped, begin with loads, take the bytes of blocks that are to be saved."""
-        ...
 
     def finished(self, *, waits: bool) -> KVNews | None:
         """What has been done since the last time; waits: a moment, until there is something."""
-        ...
 
     def close(self, *, last: bool) -> None:
         """Write into no block any more. last: the process ends, so what was taken is saved now, as far as that takes no
         long time."""
-        ...

@@ -38,7 +38,6 @@ class Drafter(Protocol):
 
     def draft(self, wanted: Mapping[int, int]) -> Mapping[int, Sequence[int]]:
         """Of each of these rows up to so many tokens that may come next; a row may be left out."""
-        ...
 
     def close(self) -> None:
         """End what it began."""

@@ -122,7 +122,7 @@ class RankKV:
         damaged = recut(config, layout, boot.rank, model, ops, self.memory, cut) if cut else set()
         if not config.cache.kv_checksums or not self.on_host:
             return dict
-        blocks, rows = model.kv_blocks(config.cache.block_size), config.scheduler.max_num_seqs
+        blocks, rows = model.kv_blocks(), config.scheduler.max_num_seqs
         table = np.frombuffer(self.memory.sums(self.rank, command.number, len(blocks[0])), np.int64)
         self.sums = BlockSums(blocks, table, rows, config.cache.block_size)
         if cut:
@@ -159,7 +159,7 @@ class RankKV:
         if self.memory is not None and kept:
             self.memory.made(self.rank, number)
             if self.on_host:
-                self.pages = HugeBlocks(model.kv_blocks(block_size))
+                self.pages = HugeBlocks(model.kv_blocks())
 
     def _part(self, memory: KVMemory, number: int, size: int, count: int) -> KVPart | None:
         """That outlives this process; None: a device's keeper has none."""
@@ -179,7 +179,7 @@ class RankKV:
         """Open this rank's part of what is configured. Facts: `stored`, keys."""
         self.disconnect()
         if config.lends_memory and self.memory is not None and self.on_host:
-            blocks, digest = model.kv_blocks(config.cache.block_size), compute_hash(config, str(layout))
+            blocks, digest = model.kv_blocks(), compute_hash(config, str(layout))
             self.shared = SharedKV(self.rank, blocks, digest, self.sums)
         transfer = config.cache.transfer
         network = transfer if transfer is not None and not transfer.by_store else None
@@ -187,7 +187,7 @@ class RankKV:
             return {"stored": {}} if self.shared is not None else {}
         from planaria.worker.kv_tier import RATE, KVStores, StoreThreads
 
-        blocks, news = model.kv_blocks(config.cache.block_size), threading.Condition()
+        blocks, news = model.kv_blocks(), threading.Condition()
         size, mine = sum(part.shape[1] for part in blocks), layout_of_kv(config, layout)
         kernels, loaded = str(getattr(ops, "target", "")), self.sums.note if self.sums is not None else None
 
@@ -260,7 +260,7 @@ class RankKV:
             return found
 
         size = config.cache.block_size
-        return Recut(config.model, parts_of_kv(config, layout), self.rank, model.kv_blocks(size), size, items, identity)
+        return Recut(config.model, parts_of_kv(config, layout), self.rank, model.kv_blocks(), size, items, identity)
 
     def _in_memory(self, identity: bytes, size: int, *, most: int) -> Store:
         """In memory of the node, where there is any, so that it outlives this process."""

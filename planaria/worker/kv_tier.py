@@ -46,19 +46,15 @@ class Store(Protocol):
 
     def news(self) -> tuple[set[bytes], set[bytes]]:
         """Keys that have come and gone since the last look."""
-        ...
 
     def keys(self) -> bytes:
         """Of what there is, one behind the other."""
-        ...
 
     def read(self, key: bytes, into: memoryview) -> None:
         """Raises StoreError, unless it is all there as it was kept."""
-        ...
 
     def write(self, key: bytes, payload: bytearray) -> list[bytes]:
         """Returns keys that had to go for it. Raises StoreError."""
-        ...
 
     def remove(self, key: bytes) -> None: ...
 

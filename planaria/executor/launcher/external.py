@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from planaria.config.machine import accelerator_ids, usable_cores
+from planaria.executor.backend import Launcher
 from planaria.executor.boot import RankBoot
-from planaria.executor.launcher.defaults import Defaults
 from planaria.executor.launcher.inline import Handler
 from planaria.executor.link.circle import Circle
 from planaria.hosts.host import Place
@@ -22,7 +22,7 @@ from planaria.topology.outer import OuterLauncher
 START_TIMEOUT = 300.0  # seconds for all processes to come
 
 
-class ExternalLauncher(Defaults):
+class ExternalLauncher(Launcher):
     """factory(boot) makes this process's rank, which `ranks` has from `run` on; open_circle(address) the connection to
     the other processes."""
 

@@ -10,8 +10,8 @@ import msgspec
 
 from planaria.config.machine import usable_cores
 from planaria.config.system import no_processes
+from planaria.executor.backend import Launcher
 from planaria.executor.boot import SPARE, RankBoot
-from planaria.executor.launcher.defaults import Defaults
 from planaria.hosts.host import Child, Place, Program
 from planaria.hosts.local import HERE, LocalHost
 from planaria.node import home, node_name
@@ -24,10 +24,9 @@ class Handler(Protocol):
 
     def enter(self, boot: RankBoot) -> None:
         """Go on in another epoch. It may lack this, where weights never change."""
-        ...
 
 
-class InlineLauncher(Defaults):
+class InlineLauncher(Launcher):
     """Makes rank 0 by calling `factory`; `ranks` has it from `run` on. module: that a rank's process would run."""
 
     name = "uni"

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from planaria.executor.backend import Launcher
 from planaria.executor.boot import SPARE, RankBoot
 from planaria.hosts.host import Child, Host, Place, Program
 from planaria.hosts.local import LocalHost
@@ -24,21 +25,20 @@ SETTLE = 0.5  # seconds between a process's end, as others notice it, and its co
 SHORTEST, LONGEST = 0.5, 8.0  # seconds between tries, where no process can be started
 
 
-class PoolLauncher:
+class PoolLauncher(Launcher):
     """See Launcher. layout: that `start` has; address: by which others reach this node; clock: seconds, monotonic;
     pause: lets so many pass; others as Pool's."""
 
     name = "mp"
     link, uses_ray, replaces = "queue", False, True
-    followed = False
 
     def __init__(
         self, host: Host, module: str, layout: Layout, address: str = "127.0.0.1", *, spares: int = 0,
         clock: Callable[[], float] = time.monotonic, pause: Callable[[float], None] = time.sleep, **how: Any,
     ) -> None:  # fmt: skip
+        super().__init__()
         self.host, self.layout, self.address, self.clock, self.pause = host, layout, address, clock, pause
         self.starts = BackOff(LONGEST, SHORTEST)
-        self.on_exit: Callable[[], None] = lambda: None
         self.pool = Pool(host, Program(module), clock, self._news, spares=spares, **how)
         self._closing = False
 
@@ -93,7 +93,6 @@ class PoolLauncher:
         self.pool.stand_by(self._reserve(boot))
 
     def spare_pids(self) -> list[int]:
-        """Of this node."""
         return [spare.place.pid for spare in self.pool.spares if spare.place.home == home()]
 
     def beside(self, boots: Sequence[RankBoot]) -> Sequence[Child]:
@@ -117,21 +116,17 @@ class PoolLauncher:
         self.host.await_ends([self.pool.ranks[rank] for rank in ranks if rank in self.pool.ranks], SETTLE)
 
     def lost(self) -> dict[int, str]:
-        """Ranks whose process has ended though nobody asked, or whose node is gone, and how."""
         return {} if self._closing else self.pool.lost()
 
     def closing(self) -> None:
-        """From now on an end is no loss."""
         self._closing = True
 
     def close(self) -> None:
-        """Wait for the ranks' end; those that don't end are killed. Idempotent."""
         self.closing()
         self.pool.close()
         self.host.close()
 
     def kill(self) -> None:
-        """End all ranks for certain, stopped ones too."""
         self.closing()
         self.pool.kill()
         self.close()

@@ -30,7 +30,6 @@ class Meeting(Protocol):
 
     def get(self, key: str, timeout: float) -> bytes:
         """Waits for it. Raises PlanariaError."""
-        ...
 
 
 class CirclePart(msgspec.Struct, frozen=True, array_like=True, tag="part"):

@@ -23,9 +23,9 @@ from planaria.protocol import Call, Command, Failed, Reply
 
 
 class DirectLink:
-    name = "direct"
-
     """`ranks` may be filled until the first command is sent."""
+
+    name = "direct"
 
     def __init__(self, ranks: Sequence[Handler], *, threaded: bool = False) -> None:
         self.ranks, self.threaded = ranks, threaded

@@ -49,13 +49,11 @@ class RankPort(Protocol):
 
     def receive(self, timeout: float | None) -> tuple[int, Command] | None:
         """The next command and its number, or None after `timeout` seconds (None: no limit)."""
-        ...
 
     def reply(self, number: int, reply: Reply) -> None: ...
 
     def beat(self) -> None:
         """Say that this process lives; called about once a second from a thread of its own. Raises ConnectionLost where
         the driver is known to be out of reach."""
-        ...
 
     def close(self) -> None: ...

@@ -69,7 +69,7 @@ class RayActor:
 
         from planaria.config.machine import usable_cores
         from planaria.env import environment, host_ip
-        from planaria.node import home, node_name
+        from planaria.node import born, home, node_name
 
         # A graph would import torch, for more than a second, to carry tensors: there are none.
         ChannelContext.get_current()._torch_available = False
@@ -185,18 +185,9 @@ def report(names: list[str]) -> dict[str, str]:
     return {name: found[name] for name in names if name in found}
 
 
-def born(pid: int) -> int:
-    """When a process of this node started, in the kernel's ticks; 0 if it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as f:
-            return int(f.read().rpartition(b")")[2].split()[19])
-    except OSError:
-        return 0
-
-
 def end_processes(processes: list[tuple[int, int]]) -> list[bool]:
     """End processes of this node, each a pid and when it was born, from outside. For each: is it gone for certain?"""
-    from planaria.node import readable
+    from planaria.node import born, readable
 
     ending: dict[int, int] = {}
     for pid, started in processes:

@@ -29,25 +29,20 @@ class All2All(Protocol):
 
     def begin(self, num_tokens: int) -> int:
         """This rank's lane has so many tokens in this step. Returns how many rows `dispatch` brings."""
-        ...
 
     def tell(self, number: int) -> list[int]:
         """A number of this lane, the same on its tensor ranks. Returns those of all lanes."""
-        ...
 
     def count(self, counts: Sequence[int]) -> int:
         """Each lane has so many tokens from now on, as all ranks know. Returns what `begin` does."""
-        ...
 
     def dispatch(self, parts: Sequence[Array], into: Sequence[Array]) -> None:
         """parts: [T, ...] each, contiguous: hidden values, then the slots and weights of the tokens' experts. into: of
         the same kinds, with the rows that `begin` told: tokens that this rank's experts may be asked for."""
-        ...
 
     def combine(self, y: Array, out: Array) -> None:
         """y float32 [rows, H]: this rank's part of the tokens that `dispatch` brought. out float32 [T, H]: the sum of
         all ranks' parts of this lane's tokens."""
-        ...
 
 
 class Shapes(msgspec.Struct, frozen=True, kw_only=True):
