@@ -67,7 +67,8 @@ class Peer:
         self._encode = msgspec.msgpack.Encoder().encode
         self._end: End | None = None
         self._agent: NixlAgent | None = None
-        self._paused = 0.0
+        self._paused = 0.0  # until then it isn't asked
+        self._lenient = True  # unless it says something after all: it may be late once
         threading.Thread(target=self._run, name="planaria-kv-peer", daemon=True).start()
 
     def fetch(self, load: KVLoad) -> None:
@@ -89,7 +90,8 @@ class Peer:
                 self._hang_up()
                 return
             began, count, why = time.monotonic(), 0, "silent"
-            if began >= self._paused or self._spoke():
+            early = began < self._paused
+            if not early or (self._lenient and self._spoke()):
                 try:
                     count, why = self._fetch(load)
                 except Exception:  # whatever it is: the rest is computed
@@ -97,8 +99,8 @@ class Peer:
                     why = "error"
                 if why in ("silent", "error"):
                     self._hang_up()  # whatever it says later is not heard
-                if why in ("silent", "error") or (why == "dropped" and not count):
-                    self._paused = began + PAUSE
+                vain = why in ("silent", "error") or (why == "dropped" and not count)
+                self._paused, self._lenient = (began + PAUSE, not early) if vain else (0.0, True)
             self.ended(load, count, why, time.monotonic() - began)
 
     def _spoke(self) -> bool:

@@ -267,6 +267,34 @@ def test_who_is_silent_is_let_be_and_nothing_late_is_written() -> None:
     numbers = itertools.count(3)  # it was late, and is asked again as soon as it says something
     wait_until("it is asked again", lambda: fetched(rank, next(numbers), offer(liar.port, 1), KEYS[3:4]) == (1, ""))
     assert holds(rank, 0, 3) and not any(part[1:].any() for part in rank.blocks)
+    assert fetched(rank, next(numbers), offer(liar.port, 1), KEYS[4:5]) == (1, "")
+    liar.close()
+    rank.close()
+
+
+def test_who_is_late_each_time_is_let_be() -> None:
+    asked, may, numbers, rank = list[AskBlocks](), threading.Semaphore(0), itertools.count(1), peers()
+
+    def say(ask: AskBlocks) -> Sent:
+        asked.append(ask)
+        may.acquire(timeout=30)
+        return honest(ask)
+
+    liar = Liar(say)
+
+    def asks(times: int) -> bool:
+        """A load in vain: is it what this peer is asked for now?"""
+        number = next(numbers)
+        rank.begin(KVWork(loads=(KVLoad(number, KEYS[1:3], (1, 2), offer(liar.port, 2)),)))
+        wait_until("it is asked, or not", lambda: len(asked) == times or rank.finished(waits=True))
+        rank.begin(KVWork(dropped=(number,)))
+        return len(asked) == times
+
+    for times in (1, 2):
+        wait_until("it is asked", lambda times=times: asks(times))  # type: ignore[misc]
+        may.release()
+    for _ in range(20):
+        assert fetched(rank, next(numbers), offer(liar.port, 2), KEYS[3:5]) == (0, "silent") and len(asked) == 2
     liar.close()
     rank.close()
 
