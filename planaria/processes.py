@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import fcntl
 import functools
+import math
 import os
 import resource
 import signal
@@ -20,6 +21,9 @@ from types import FrameType
 
 from planaria.node import readable
 
+LEAST = 0.04  # of a processor, for who gives way: a usual grammar takes a millisecond of one
+LOOK = 0.05  # seconds until it is looked at what it had
+WAITS = 10.0  # seconds after which it gives way no more
 LEAST_ADDRESSES = 512 << 20  # bytes of an engine, whatever its model; libraries abort where they get none
 
 _PREFIX = "planaria: "
@@ -159,17 +163,46 @@ def can_give_way() -> bool:
     return bool(found)
 
 
-def give_way(id: int, *, always: bool) -> None:
-    """Have all threads of a process compute when nobody else would, or have their share again. A high nice value is not
-    enough: who has begun to run then has a processor until the scheduler's next tick, milliseconds later, and threads
-    that compute together sleep and wake many times a step. Only where `can_give_way`."""
+def _processor_time(id: int, *, thread: bool) -> float:
+    """Seconds that a process has had, or a thread of this one. Linux."""
     with contextlib.suppress(OSError):  # it has ended
-        for thread in os.listdir(f"/proc/{id}/task"):
-            os.sched_setscheduler(int(thread), os.SCHED_IDLE if always else os.SCHED_OTHER, os.sched_param(0))
-
-
-def processor_time(id: int) -> float:
-    """Seconds that all threads of a process have had. Linux."""
-    with contextlib.suppress(OSError):  # it has ended
-        return time.clock_gettime((~id << 3) | 2)
+        return time.clock_gettime((~id << 3) | (6 if thread else 2))
     return 0.0
+
+
+class Share:
+    """Of the processors, what somebody has who computes beside ranks: what these leave, and where they leave less than
+    LEAST of one, what a high nice value gives, as after WAITS seconds in any case. That value alone is not enough: who
+    has begun to run with it has a processor until the scheduler's next tick, milliseconds later, and threads that
+    compute together sleep and wake many times a step. ids: of processes; thread: of a thread of this one."""
+
+    def __init__(self, *ids: int, thread: bool = False) -> None:
+        self.ids, self.thread, self._gives_way = ids, thread, False
+
+    def begin(self) -> None:
+        self._began = time.monotonic()
+        self._before = self._had()
+        self._give_way(True)
+
+    def look(self) -> float:
+        """Change it, if need be. Returns seconds until it is to be looked at again."""
+        waited = time.monotonic() - self._began
+        if waited >= WAITS:
+            self._give_way(False)
+            return math.inf
+        if waited < LOOK:
+            return LOOK - waited
+        self._give_way(self._had() - self._before >= LEAST * waited)
+        return LOOK
+
+    def _had(self) -> float:
+        return sum(_processor_time(id, thread=self.thread) for id in self.ids)
+
+    def _give_way(self, always: bool) -> None:
+        if always == self._gives_way or not can_give_way():
+            return
+        self._gives_way = always
+        for id in self.ids:
+            with contextlib.suppress(OSError):  # it has ended
+                for one in [id] if self.thread else map(int, os.listdir(f"/proc/{id}/task")):
+                    os.sched_setscheduler(one, os.SCHED_IDLE if always else os.SCHED_OTHER, os.sched_param(0))

@@ -163,16 +163,20 @@ def relieve(lane: Lane, entry: SequenceState) -> None:
 
 
 def again(lane: Lane, row: int) -> None:
-    """Who has this row could not draw, though all its tokens are computed: it waits, and enters again."""
+    """Who has this row could not draw, though all its tokens are computed: it waits, with their blocks, and enters
+    again."""
     entry = lane.at_row[row]
     if entry is None or not entry.open or entry.row != row:
         return
     lane.computed_to(entry, entry.request.num_tokens)
-    if entry.leaving:
+    if entry.leaving:  # so are its blocks
         lane.disown(entry)
+        lane.rewind(entry)
     else:
+        blocks, entry.blocks = entry.blocks, []
         lane.leave(entry, at_once=True)
-    lane.rewind(entry)
+        entry.blocks, entry.request.computed = blocks, entry.request.num_tokens - 1  # the last draws
+        hold(lane, entry)
     heapq.heappush(lane.waiting, (entry.key, entry))
 
 

@@ -19,7 +19,7 @@ import msgspec
 
 from planaria.errors import RequestError
 from planaria.node import readable, writable
-from planaria.processes import can_give_way, give_way, processor_time
+from planaria.processes import Share
 from planaria.structured.spec import OutputForm, field_of, form_of, place_of
 from planaria.types import SamplingParams, StructuredOutputsParams
 
@@ -36,9 +36,6 @@ KEPT = 256  # verdicts that are kept
 KEPT_BYTES = 16 << 20  # of their grammars
 
 NICE = 10  # a tenth of a core's time where others want it all: ranks of the same machine compute meanwhile
-STARVED = 0.05  # seconds in which it runs when nobody else would, and then is to have had
-AT_ONCE = 0.02  # seconds of a processor, which a usual grammar never needs: else it has that tenth, until it had them
-LATE = 10.0  # seconds after which it has a tenth to the end
 ENDING = 1.0  # seconds that it may take to end
 UP = b"up"  # is said by who compiles from now on, before its id; of answers the number of what was asked stands there
 TOO_MUCH = f"takes more than {CPU:g} s of a processor, or too much memory, to compile"
@@ -69,35 +66,6 @@ class Verdict(msgspec.Struct, frozen=True):
     place: str = ""
 
 
-class _Share:
-    """Of the processors, that a process has which compiles."""
-
-    def __init__(self, id: int) -> None:
-        self.id, self._gives_way = id, False
-
-    def begin(self) -> None:
-        self._began = time.monotonic()
-        self._before = processor_time(self.id)
-        self._give_way(True)
-
-    def look(self) -> float:
-        """Change it, if need be. Returns seconds until it is to be looked at again."""
-        waited = time.monotonic() - self._began
-        if waited >= LATE:
-            self._give_way(False)
-            return math.inf
-        if waited < STARVED:
-            return STARVED - waited
-        starved = processor_time(self.id) - self._before < AT_ONCE
-        self._give_way(not starved)
-        return AT_ONCE if starved else LATE - waited
-
-    def _give_way(self, always: bool) -> None:
-        if always != self._gives_way and can_give_way():
-            self._gives_way = always
-            give_way(self.id, always=always)
-
-
 class GrammarProcess:
     """One that has the vocabulary, and has forks of it compile, another one when a grammar has ended one: that takes
     milliseconds, and to come up half a second. cpu: seconds of a processor for one grammar. Not for two threads at
@@ -107,7 +75,7 @@ class GrammarProcess:
         self._vocabulary, self._cpu = vocabulary, cpu
         self.lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
-        self.share: _Share | None = None  # of the fork
+        self.share: Share | None = None  # of the fork, and of who forks
         self._asked = 0
         self._heard = bytearray()
         self._closed = False
@@ -121,7 +89,7 @@ class GrammarProcess:
             self._asked += 1
             word, answer = (self._exchange(b"%d %b" % (self._asked, line), PATIENCE) if up else None) or (b"", b"")
             if word == UP:
-                self.share = _Share(int(answer))
+                self.share = self._share(answer)
                 return Verdict(error=TOO_MUCH)
             if word:
                 return msgspec.json.decode(answer, type=Verdict)
@@ -145,8 +113,12 @@ class GrammarProcess:
         said = self._exchange(vocabulary, START)
         if said is None:
             return False
-        self.share = _Share(int(said[1]))
+        self.share = self._share(said[1])
         return True
+
+    def _share(self, fork: bytes) -> Share:
+        assert self.process is not None
+        return Share(int(fork), self.process.pid)
 
     def _exchange(self, line: bytes, patience: float) -> tuple[bytes, bytes] | None:
         """The answer to a line, as its first word and the others; None: none came."""

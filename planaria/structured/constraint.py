@@ -17,13 +17,15 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+
+from planaria.processes import Share
 
 if TYPE_CHECKING:
     import llguidance
@@ -34,11 +36,11 @@ LATE = 256  # keys of constraints that are kept for rows to enter again
 LATE_FOR = 10.0  # seconds that they are: a row enters again within steps, or its request has left
 WORTH_A_THREAD = 8  # rows: handing work to a thread costs as much as a few
 PATIENCE = 0.01  # seconds in which a step waits for what isn't ready, in all, where all its rows do
-BESIDE = 0.002  # and where others are in it, who have waited for nobody so far
+BESIDE = 0.001  # and where others are in it, who have waited for nobody so far
 SUSPECT = 0.0003  # seconds that a token took, whatever else ran meanwhile, after which it is looked at what they take
 SLOW = 0.001  # seconds of a processor that a token took, after which the next one is looked for aside
 EACH = 0.005  # seconds of a processor that a row's tokens may take, each
-NICE = 10  # of what is done beside: a tenth of a core where others want it all
+NICE = 10  # of what is done beside, where others leave it nothing
 AT_FIRST = 0.5  # and so many more, in all
 
 COMPILING, FOLLOWING, ASIDE = range(3)  # what threads do
@@ -59,12 +61,13 @@ class Constraint:
     `drawn`: the last of the output, that hasn't been taken in. `looked`: `allowed` and `must_end` are of what was taken
     in. `over`: the output has ended, and what is still drawn is nobody's. `late`: it was not ready when its row was to
     draw; `waited`: nor the time before, and who was in the step waited for it. `suspect`: is it counted what the next
-    token takes? `spent`: seconds of a processor that were; `slow`: many, for the last token.
+    token takes? `spent`: seconds of a processor that were; `slow`: many, for the last token. `share`: of the thread
+    that works on it beside the steps.
     """
 
     __slots__ = (
         "address", "allowed", "drawn", "ends", "eos_ids", "error", "given", "goes_on", "late", "looked", "mask_bytes",
-        "matcher", "must_end", "output", "over", "ready", "size", "slow", "spent", "suspect",
+        "matcher", "must_end", "output", "over", "ready", "share", "size", "slow", "spent", "suspect",
         "tokens", "waited",
     )  # fmt: skip
 
@@ -82,6 +85,7 @@ class Constraint:
         self.over = self.late = self.looked = self.must_end = self.slow = self.suspect = self.waited = False
         self.drawn: int | None = None
         self.tokens, self.spent = 0, 0.0
+        self.share: Share | None = None
 
     @property
     def key(self) -> Key:
@@ -209,8 +213,25 @@ def _yield_to_others() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
+@contextmanager
+def _beside(constraint: Constraint) -> Iterator[None]:
+    """What this thread does is for this one."""
+    share = Share(threading.get_native_id(), thread=True)
+    share.begin()
+    constraint.share = share
+    try:
+        yield
+    finally:
+        constraint.share = None
+
+
 def _settle(constraints: list[Constraint]) -> None:
     for constraint in constraints:
+        constraint.settle()
+
+
+def _settle_beside(constraint: Constraint) -> None:
+    with _beside(constraint):
         constraint.settle()
 
 
@@ -253,19 +274,18 @@ class Constraints:
         for constraint, token in drawn:
             constraint.drawn = token
             constraint.output.append(token)
-        if self.ahead:
-            self._aside([constraint for constraint, _ in drawn], FOLLOWING)
-        else:
+        if self.ahead and drawn:
+            ready = self._threads()[FOLLOWING].submit(_settle, [constraint for constraint, _ in drawn])
             for constraint, _ in drawn:
-                if constraint.slow:
-                    self._aside([constraint], ASIDE)
-
-    def _aside(self, constraints: list[Constraint], pool: int) -> None:
-        """Look for what may come next of these, from now on."""
-        if constraints:
-            ready = self._threads()[pool].submit(_settle, constraints)
-            for constraint in constraints:
                 constraint.ready = ready
+        elif not self.ahead:
+            for constraint, _ in drawn:
+                self._aside(constraint)
+
+    def _aside(self, constraint: Constraint) -> None:
+        """Look for what may come next from now on, where that is likely to take long."""
+        if constraint.slow:
+            constraint.ready = self._threads()[ASIDE].submit(_settle_beside, constraint)
 
     def bind(
         self, bound: Sequence[tuple[int, Constraint]], logits: Any, draw: Callable[[int], Draw] | None = None,
@@ -286,6 +306,8 @@ class Constraints:
                 constraint.ready = None
             else:
                 constraint.late = True
+                if (share := constraint.share) is not None:
+                    share.look()
                 self._keep(constraint)
             constraint.waited = constraint.late
         errors: dict[int, str] = {}
@@ -301,8 +323,7 @@ class Constraints:
                 masked.append((line, constraint))
                 continue
             drawn[line] = token
-            if constraint.slow:
-                self._aside([constraint], ASIDE)
+            self._aside(constraint)
         # Threads share the interpreter, so they have what takes long without it, and nothing else.
         parts = 1 if inline else max(1, min(self.threads, len(masked) // WORTH_A_THREAD))
         draws = [draw(part) if draw is not None else None for part in range(parts if masked else 0)]
@@ -342,6 +363,10 @@ class Constraints:
             self._forget(key)
 
     def _begin(self, constraint: Constraint, grammar: str) -> None:
+        with _beside(constraint):
+            self._compile(constraint, grammar)
+
+    def _compile(self, constraint: Constraint, grammar: str) -> None:
         try:
             if not len(constraint.eos_ids):
                 constraint.error = "structured_outputs need a token that ends an output, and this model has none"

@@ -5,7 +5,9 @@ Activations come in through an embedding: row i of the table is what token i car
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +16,13 @@ import numpy as np
 import pytest
 import torch
 
-from planaria.kernels.cpu.build import host_isa
+from planaria.config.machine import usable_cores
+from planaria.kernels.cpu import layout
+from planaria.kernels.cpu.build import host_isa, load, target_for
+from planaria.kernels.cpu.fields import ROW_WORDS, EmbedOp
+from planaria.kernels.cpu.memory import Region
 from planaria.kernels.cpu.target import ISAS
+from planaria.kernels.cpu.team import Team
 from planaria.kernels.numbers import to_float32
 from planaria.kernels.ops import Batch, Quantized
 from tests.model.tensors import CpuOps, TorchOps, dequantise, quantise, random_blocks
@@ -237,6 +244,31 @@ def test_close_ends_the_threads() -> None:
     for _ in range(20):
         CpuOps("float32", 3)  # dropped without close
     assert not {t for t in set(threading.enumerate()) - before if t.is_alive()}
+
+
+@pytest.mark.skipif(usable_cores() < 2, reason="one core")
+def test_threads_that_are_as_many_as_cores_have_one_each_while_they_compute() -> None:
+    """Else the system puts two on one when anything else runs. Who calls has all of them again afterwards."""
+    cores, before = os.sched_getaffinity(0), set(threading.enumerate())
+    team = Team(load(target_for("float32")), len(cores))
+    memory, rows = Region(layout.TICKET_BYTES, huge=False), np.zeros((1, ROW_WORDS), np.int64)
+    rows[0, 0] = EmbedOp.code  # of no tokens
+    counts = np.zeros(7, np.int64)
+    words = {layout.TAPE: int(rows.ctypes.data), layout.OPS: 1, layout.TICKETS: memory.address,
+             layout.COUNTS: int(counts.ctypes.data)}  # fmt: skip
+    try:
+        team.run(words, rows)
+        assert os.sched_getaffinity(0) == cores
+        helpers = [thread.native_id for thread in set(threading.enumerate()) - before]
+        kept = [os.sched_getaffinity(helper) for helper in helpers if helper is not None]
+        assert sorted(map(tuple, kept)) == [(core,) for core in sorted(cores)[1:]]
+        size = int(team.control[layout.CORES_BYTES])
+        ctypes.memset(int(team.control[layout.CORES]) + len(cores) * size, 0, size)  # nobody can be on none
+        team.run(words, rows)
+        assert os.sched_getaffinity(0) == {min(cores)}
+    finally:
+        os.sched_setaffinity(0, cores)
+        team.close()
 
 
 def test_threads_come_and_go_between_runs() -> None:

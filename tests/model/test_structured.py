@@ -26,7 +26,7 @@ import pytest
 from llguidance import LLMatcher
 
 from benchmarks.schemas import FEATURES, drawn
-from planaria import LLM, SamplingParams, StructuredOutputsParams
+from planaria import LLM, SamplingParams, StructuredOutputsParams, processes
 from planaria.checkpoint import resolve_checkpoint
 from planaria.errors import RequestError
 from planaria.node import process_state, readable
@@ -347,6 +347,37 @@ def test_nobody_waits_for_what_takes_long(
     assert f"grammar-{constraint.ASIDE}" in names
 
 
+@pytest.mark.skipif(not can_give_way(), reason="this process has no right to have its share back")
+def test_who_works_for_a_late_row_gives_way_unless_it_has_next_to_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constraint, "PATIENCE", 0.0)
+    monkeypatch.setattr(constraint, "BESIDE", 0.0)
+    last = checkpoints.write_tokenizer(tmp_path) - 1
+    constraints, compiles, go = Constraints(last + 1, lambda eos_id: None), threading.Event(), threading.Event()  # type: ignore[arg-type, return-value]
+    monkeypatch.setattr(processes, "_processor_time", lambda id, *, thread: 0.0)
+
+    def wait(self: Constraints, *what: Any) -> None:
+        compiles.set()
+        assert go.wait(60)
+
+    monkeypatch.setattr(Constraints, "_compile", wait)
+    one = constraints.enter("a", (last,), (), goes_on=True)
+    assert compiles.wait(60) and one.share is not None
+    (thread,) = one.share.ids
+    assert thread != threading.get_native_id() and os.sched_getscheduler(thread) == os.SCHED_IDLE
+    monkeypatch.setattr(processes, "LOOK", 0.0)
+    for least, expected in ((1.0, os.SCHED_OTHER), (-1.0, os.SCHED_IDLE)):
+        monkeypatch.setattr(processes, "LEAST", least)
+        assert constraints.bind([(0, one)], np.zeros((2, last + 1), np.float32))[0] == {0: ""}
+        assert os.sched_getscheduler(thread) == expected
+        assert constraints.enter("a", (last,), (), goes_on=True) is one
+    ready = one.ready
+    go.set()
+    assert ready is not None and ready.result(60) is None and one.share is None
+    constraints.close()
+
+
 def test_what_was_begun_for_a_late_row_is_one_other_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another request with the same grammar may enter before the late one does, which still is in steps that were
     planned: what these draw for it is nobody's."""
@@ -499,15 +530,15 @@ def test_who_compiles_grammars_is_killed(tmp_path: Path, monkeypatch: pytest.Mon
     assert check.grammar(first, "structured_outputs")
     before, share = check._processes[0].process, check._processes[0].share
     assert before is not None and share is not None
-    for thread in os.listdir(f"/proc/{share.id}/task"):
+    for thread in os.listdir(f"/proc/{share.ids[0]}/task"):
         assert os.getpriority(os.PRIO_PROCESS, int(thread)) >= check_module.NICE
-    os.kill(share.id, signal.SIGKILL)
+    os.kill(share.ids[0], signal.SIGKILL)
     before.wait(60)
     assert check.grammar(second, "structured_outputs") and check._processes[0].process is not before
     share = check._processes[0].share
     assert share is not None
-    os.kill(share.id, signal.SIGSTOP)  # its first thread hears of it, and then stops the one that compiles
-    wait_until("it has stopped", lambda: process_state(share.id) == "T")
+    os.kill(share.ids[0], signal.SIGSTOP)  # its first thread hears of it, and then stops the one that compiles
+    wait_until("it has stopped", lambda: process_state(share.ids[0]) == "T")
     monkeypatch.setattr(check_module, "PATIENCE", 0.05)
     monkeypatch.setattr(check_module, "ENDING", 0.05)
     with pytest.raises(RequestError, match="send the request again") as error:
@@ -581,7 +612,7 @@ def test_the_door_closes_at_once(tmp_path: Path) -> None:
     one = check._processes[0]
     process, asked = one.process, threading.Event()
     assert process is not None and one.share is not None
-    fork = os.pidfd_open(one.share.id)
+    fork = os.pidfd_open(one.share.ids[0])
     exchange = one._exchange
 
     def told(*what: Any) -> Any:
@@ -597,7 +628,7 @@ def test_the_door_closes_at_once(tmp_path: Path) -> None:
     waiting = threading.Thread(target=ask)
     waiting.start()
     assert asked.wait(60)
-    os.kill(one.share.id, signal.SIGSTOP)  # it doesn't end by itself
+    os.kill(one.share.ids[0], signal.SIGSTOP)  # it doesn't end by itself
     check.close()
     assert process.returncode == -signal.SIGKILL
     assert readable(fork, 60)  # it has ended
@@ -639,24 +670,26 @@ def test_what_takes_long_to_compile_holds_up_nobody_else(tmp_path: Path, monkeyp
 
 @pytest.mark.skipif(not can_give_way(), reason="this process has no right to have its share back")
 def test_who_compiles_gives_way_and_is_not_starved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs when nobody else would; a usual grammar has a tenth of a core where that is too little, and so does any
-    other one in the end."""
+    """It runs when nobody else would; it has what a nice value gives where that leaves it next to nothing, and after
+    ten seconds."""
     now, had = 0.0, 0.0
-    monkeypatch.setattr(check_module, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(check_module, "processor_time", lambda id: had)
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(processes, "_processor_time", lambda id, *, thread: had)
     with subprocess.Popen(["sleep", "600"]) as process:
-        share = check_module._Share(process.pid)
+        share = processes.Share(process.pid)
 
         def gives_way() -> bool:
             return os.sched_getscheduler(process.pid) == os.SCHED_IDLE
 
         share.begin()
-        assert gives_way() and share.look() == pytest.approx(check_module.STARVED)
-        now = check_module.STARVED
-        assert share.look() < check_module.STARVED and not gives_way()
-        had = check_module.AT_ONCE
-        assert share.look() == pytest.approx(check_module.LATE - check_module.STARVED) and gives_way()
-        now = check_module.LATE
+        assert gives_way() and share.look() == pytest.approx(processes.LOOK)
+        now = processes.LOOK
+        assert share.look() == processes.LOOK and not gives_way()
+        had = processes.LEAST * now
+        assert share.look() == processes.LOOK and gives_way()
+        now = 2 * processes.LOOK
+        assert share.look() == processes.LOOK and not gives_way()
+        had, now = 0.9 * processes.WAITS, processes.WAITS
         assert share.look() == math.inf and not gives_way()
         share.begin()
         assert gives_way()

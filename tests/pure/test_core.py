@@ -14,7 +14,7 @@ from planaria.core import holding
 from planaria.core.engine import CLAIM, EngineCore, full_blocks
 from planaria.core.kv_cache import KeyScope, chain
 from planaria.core.kv_index import BufferIndex, Shape, begin, found
-from planaria.protocol import StepPlan, StepResult
+from planaria.protocol import LanePlan, LaneResult, StepPlan, StepResult
 from planaria.types import Delta, FinishReason, Request, SamplingParams
 from tests.reference_worker import HashWorker, RowState, hash_tokens
 
@@ -559,6 +559,25 @@ def test_a_last_token_is_kept_when_another_request_stops_in_the_same_commit() ->
     run.run()
     assert run.tokens == {"stops": first, "ends": second}
     assert run.finish == {"stops": FinishReason.STOP, "ends": FinishReason.LENGTH}
+    all_free(run)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_who_could_not_draw_waits_with_what_is_computed(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its grammar was not ready: only the last token is computed again, to draw the next one."""
+    run = make(depth=depth, caching=False)
+    parts: list[tuple[int, int]] = []
+    worker, step = run.workers[0], run.workers[0].step
+
+    def told(number: int, rows: LanePlan, freed: tuple[int, ...], turn: int = 0) -> LaneResult:
+        parts.extend((row.start, row.count) for row in rows if row.fresh is not None)
+        return step(number, rows, freed, turn)
+
+    monkeypatch.setattr(worker, "step", told)
+    run.take(run.core.admit(request("a", list(range(30)), 60, seed=3, grammar="5")))
+    run.run()
+    assert run.finish and parts[0] == (0, 30) and len(parts) > 2
+    assert all(start >= 29 and count == 1 for start, count in parts[1:])
     all_free(run)
 
 

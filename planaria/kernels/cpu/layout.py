@@ -9,6 +9,7 @@ PHASE = 16
 SLEEPING = 24
 IDLE = 32
 (TAPE, OPS, THREADS, SCRATCH, SCRATCH_BYTES, TICKETS, SPIN, COUNTS, ZEROS, IDLE_SPIN, OVER) = range(40, 51)
+CORES, CORES_BYTES = 51, 52  # where sets of cores are, a bit for each: of each thread, then of all; 0: anywhere
 CONTROL_WORDS = 64
 
 # Words of Batch.counts: the numbers of rows of each kind, and of sequences. ROWS_ALL: the tokens of all lanes;

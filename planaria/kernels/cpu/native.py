@@ -10,7 +10,8 @@ from planaria.kernels.cpu.target import Target
 
 TARGET = Target("float32", "generic")  # in what is compiled: the one it is compiled for
 X86 = platform.machine() in ("x86_64", "AMD64")
-FUTEX, CLOCK_GETTIME, KILL = (202, 228, 62) if X86 else (98, 113, 129)  # numbers of system calls
+# Numbers of system calls
+FUTEX, CLOCK_GETTIME, KILL, SCHED_SETAFFINITY = (202, 228, 62, 203) if X86 else (98, 113, 129, 122)
 
 
 def get(address: int, word: int) -> int:

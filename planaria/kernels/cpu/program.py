@@ -25,7 +25,17 @@ from planaria.kernels.cpu.native import (
 )
 from planaria.kernels.cpu.products import tiles
 from planaria.kernels.cpu.striped import held
-from planaria.kernels.cpu.threads import barrier, bring, clear, rows_from, scratch, sleep_while, wake_all, whole_chunks
+from planaria.kernels.cpu.threads import (
+    barrier,
+    bring,
+    clear,
+    keep_to,
+    rows_from,
+    scratch,
+    sleep_while,
+    wake_all,
+    whole_chunks,
+)
 
 # Operations
 
@@ -293,12 +303,15 @@ def lead(c: int, tid: int) -> None:
     atomic_add(c, layout.GENERATION, 1)
     if atomic_get(c, layout.IDLE) > 0:
         wake_all(c + layout.GENERATION * 8)
+    keep_to(c, tid)
     execute(c, tid)
+    keep_to(c, get(c, layout.THREADS))
 
 
 def follow(c: int, tid: int) -> None:
     """Wait for runs and take part in them, until stopped."""
     seen = 0
+    keep_to(c, tid)
     while True:
         spins = get(c, layout.IDLE_SPIN)
         while atomic_get(c, layout.GENERATION) == seen:

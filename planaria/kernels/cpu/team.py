@@ -6,6 +6,8 @@ import os
 import threading
 from typing import Any
 
+import numpy as np
+
 from planaria.kernels.cpu import layout
 from planaria.kernels.cpu.memory import Region
 
@@ -31,17 +33,28 @@ class Team:
         self.control = self._memory.array(0, "int64", (layout.CONTROL_WORDS,))
         self._lock = threading.Lock()
         self._closed = False
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-        crowded = threads > cores
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        crowded = threads > (len(cores) or os.cpu_count() or 1)
         self.control[layout.THREADS] = threads
         self.control[layout.SPIN] = SPIN_CROWDED if crowded else SPIN
         self.control[layout.IDLE_SPIN] = 0 if crowded else SPIN_IDLE
+        if threads == len(cores) > 1:
+            self._keep_to(cores)
         self._helpers = [
             threading.Thread(target=_help, args=(entry, self._memory, i), name=f"planaria-kernel-{i}", daemon=True)
             for i in range(1, threads)
         ]
         for helper in self._helpers:
             helper.start()
+
+    def _keep_to(self, cores: list[int]) -> None:
+        """Each thread has a core of its own while it computes: else the system has two of them on one, as soon as
+        anything, of however low a priority, runs on another, and all wait for these two at each barrier."""
+        size = -(-(cores[-1] + 1) // 64) * 8
+        sets = [1 << core for core in cores] + [sum(1 << core for core in cores)]
+        self._cores = np.frombuffer(b"".join(each.to_bytes(size, "little") for each in sets), np.uint8)
+        self.control[layout.CORES] = self._cores.ctypes.data
+        self.control[layout.CORES_BYTES] = size
 
     def run(self, words: dict[int, int], owners: object) -> None:
         """Run the tape that `words` (values of the control block) describe; returns when all of it is done.

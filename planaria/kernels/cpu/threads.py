@@ -20,6 +20,13 @@ def wake_all(address: int) -> None:
     syscall(native.FUTEX, address, FUTEX_WAKE_PRIVATE, 0x7FFFFFFF, 0, 0, 0)
 
 
+def keep_to(c: int, number: int) -> None:
+    """This thread runs on the cores of that set from now on, where threads of this team have their own."""
+    size = get(c, layout.CORES_BYTES)
+    if size:
+        syscall(native.SCHED_SETAFFINITY, 0, size, get(c, layout.CORES) + number * size, 0, 0, 0)
+
+
 def barrier(c: int) -> None:
     """All threads arrive before any leaves. Spins a while, then sleeps."""
     threads = get(c, layout.THREADS)
