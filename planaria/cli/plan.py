@@ -345,7 +345,7 @@ def _of_model(options: EngineOptions, question: PlanCase) -> PlanCase:
     element = 4 if device.dtype == "float32" else 2
     kept = _parameter(checkpoint, model, device.quantization == "keep", element)
     backend = parallel.distributed_executor_backend
-    shared = device.kernels == "native" and backend in ("uni", "mp") and not parallel.over_nodes  # see hosts/weights.py
+    shared = device.platform.on_host and backend in ("uni", "mp") and not parallel.over_nodes  # see hosts/weights.py
     demand = Demand(model, parallel, {
         "parameter": PACKED.get(device.quantization, kept), "element": element,
         "kv": None if options.kv_cache_memory is None else parse_bytes(options.kv_cache_memory, "--kv-cache-memory"),

@@ -15,6 +15,7 @@ from planaria.executor.link.codec import BAD_BYTES
 from planaria.hosts.host import Place
 from planaria.logs import current_level
 from planaria.node import Memories
+from planaria.topology.experts import Maps
 
 SPARE = -1  # the rank of a process that waits to become one
 READY = "ready"  # what it says when it has prepared what it was told to
@@ -26,7 +27,7 @@ class RankBoot(msgspec.Struct, frozen=True, array_like=True):
     threads: of this rank. lanes: the fewest threads that any rank has. crowded: this node's ranks have more threads
     than it has cores, so nobody spins. experts_sent: other ranks will send it whole experts, so it reads none.
     memories: of its node, for its KV and weights. beside: ranks of this node whose weights it packs into that memory
-    while they compute with others.
+    while they compute with others; maps: where these have whole experts, by layer.
     """
 
     config: EngineConfig
@@ -39,6 +40,7 @@ class RankBoot(msgspec.Struct, frozen=True, array_like=True):
     experts_sent: bool = False
     memories: Memories = Memories()
     beside: tuple[int, ...] = ()
+    maps: Maps = ()
 
     @property
     def rank(self) -> int:

@@ -139,15 +139,19 @@ class NewWeights:
 
 
 def beside(gang: Gang, config: EngineConfig) -> Sequence[Child]:
-    """Start processes that pack this configuration's weights into the memory of each node that has ranks, as they are
-    now; see Launcher. Empty where ranks have weights of their own. Raises OSError."""
+    """Start processes that pack this configuration's weights into the memory of each node (or device) that has ranks,
+    as they are now; see Launcher. Empty where ranks have weights of their own. Raises OSError."""
     device, link = config.device, gang.link
-    own = not device.platform.on_host or device.kernels != "native" or config.model.foreign is not None
-    if own or link is None or config.null_worker or config.parallel.slices(gang.layout) > 1:
+    apart = not device.platform.on_host and (
+        config.parallel.distributed_executor_backend == "ray" or not gang.memories.keepers
+    )
+    if apart or link is None or config.null_worker:
         return ()
+    maps = tuple(each.slots for each in gang.maps)
     boots = boots_for(config.with_layout(gang.layout), gang.places, link)
     return gang.launcher.beside([
-        msgspec.structs.replace(boot, link=Inside(), memories=gang.memories, beside=(boot.rank,)) for boot in boots
+        msgspec.structs.replace(boot, link=Inside(), memories=gang.memories, beside=(boot.rank,), maps=maps)
+        for boot in boots
     ])  # fmt: skip
 
 

@@ -56,7 +56,7 @@ def configured(fields: dict[str, Any]) -> Any:
         raise ModelError(f"Transformers has no configuration of model_type {kind!r}: {_line(e)}") from None
 
 
-def made(config: Any) -> Any:
+def made(config: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
     """The model, where its tensors take no memory. Raises ModelError."""
     register()
     if getattr(config, "is_encoder_decoder", False):
@@ -64,7 +64,7 @@ def made(config: Any) -> Any:
     try:
         with torch.device("meta"):
             made_by: Any = AutoModelForCausalLM
-            return made_by.from_config(config, attn_implementation=NAME, dtype=torch.bfloat16)
+            return made_by.from_config(config, attn_implementation=NAME, dtype=dtype)
     except KeyError as e:
         rule = OWN_WAYS if e.args == (NAME,) else f"Transformers makes no causal model of it: {_line(e)}"
         raise ModelError(rule) from None

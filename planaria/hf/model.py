@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from msgspec import structs
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -17,9 +19,10 @@ from planaria.checkpoint import Checkpoint
 from planaria.errors import ModelError
 from planaria.hf.attention import NAME, PagedAttention, register
 from planaria.hf.cut import cut, divided, plan_of
-from planaria.hf.look import configured
-from planaria.hf.packed import pack
+from planaria.hf.look import configured, made
+from planaria.hf.packed import packing
 from planaria.kernels.reference import TorchOps
+from planaria.layers.weights import Packings
 from planaria.models.config import AttendingLayer, Foreign, ModelConfig
 from planaria.models.shard import Shard
 
@@ -36,9 +39,9 @@ class TransformersModel:
         for layer, shape in zip(self.layers, self.shapes, strict=True):
             net.get_submodule(shape.module).paged = layer
         self.blocks: Sequence[Any] = ()  # of experts that are dealt whole
-        packed = pack(net) if ops.device.type == "cpu" else 0
+        self.to_pack: Iterator[None] = iter(())  # a layer before each step
         tensors = {id(tensor): tensor for tensor in (*net.parameters(), *net.buffers())}
-        self.weight_bytes = packed + sum(tensor.nbytes for tensor in tensors.values())
+        self.weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
 
     def _cut(self, layers: tuple[AttendingLayer, ...], rank: int, ranks: int) -> tuple[AttendingLayer, ...]:
         plan = plan_of(self.net)
@@ -80,6 +83,7 @@ class TransformersModel:
         return logits
 
     def _inputs(self, ops: TorchOps) -> dict[str, Any]:
+        next(self.to_pack, None)
         for layer in self.layers:
             layer.step = ops.step
         tokens = ops.step.tokens[None]
@@ -108,10 +112,49 @@ class TransformersModel:
 
 
 def read(
-    config: ModelConfig, checkpoint: Checkpoint, ops: TorchOps, shard: Shard, ranks: tuple[int, int] = (0, 1)
-) -> TransformersModel:
-    """ranks: see there. Raises ModelError where tensors are missing or of another shape."""
+    config: ModelConfig, checkpoint: Checkpoint, ops: TorchOps, shard: Shard, ranks: tuple[int, int] = (0, 1),
+    packings: Packings | None = None,
+) -> TransformersModel:  # fmt: skip
+    """ranks: see there. packings: of its tensors, if they are shared; where they are there already nothing is read, and
+    its layers are packed one by one in the steps that follow. Raises ModelError where tensors are missing or of another
+    shape, PartDiffers."""
     assert config.foreign is not None
+    if packings is not None and packings.whole:
+        net = made(configured(checkpoint.config), ops.dtype).train(False)
+    else:
+        net = _loaded(checkpoint, ops)
+    model = TransformersModel(config, net, config.foreign, shard, ops, ranks)
+    if packings is not None:
+        _share(net, packings)
+    if ops.device.type == "cpu" and (packings is None or packings.whole):
+        model.to_pack = packing(net)
+    if packings is None:
+        deque(model.to_pack, maxlen=0)
+    return model
+
+
+def _share(net: Any, packings: Packings) -> None:
+    """Put each tensor where others have it, too, or find it there; also what is neither parameter nor buffer."""
+    where: dict[int, tuple[str, Tensor, list[tuple[dict[str, Any], str]]]] = {}
+    for name, module in net.named_modules():
+        for kept in (module._parameters, module._buffers, vars(module)):
+            for key, value in kept.items():
+                if isinstance(value, Tensor):
+                    where.setdefault(id(value), (f"{name}.{key}", value, []))[2].append((kept, key))
+    for own in list(where):
+        name, tensor, places = where.pop(own)  # and with it what was read
+        there, _ = packings.thing(f"{name} {tuple(tensor.shape)}", partial(_itself, tensor))
+        if isinstance(tensor, nn.Parameter):
+            there = nn.Parameter(there, requires_grad=False)
+        for kept, key in places:
+            kept[key] = there
+
+
+def _itself(tensor: Tensor) -> tuple[Tensor, int]:
+    return tensor.detach(), tensor.nbytes
+
+
+def _loaded(checkpoint: Checkpoint, ops: TorchOps) -> Any:
     register()
     quiet: Any = logging
     quiet.set_verbosity_error()
@@ -124,4 +167,4 @@ def read(
     for what in ("missing_keys", "mismatched_keys"):
         if names := sorted(map(str, told[what])):
             raise ModelError(f"{checkpoint.path}: {what.replace('_keys', '')} tensors: {', '.join(names[:5])}")
-    return TransformersModel(config, net.train(False).to(ops.device), config.foreign, shard, ops, ranks)
+    return net.train(False).to(ops.device)

@@ -5,6 +5,7 @@ rows as by `torch.nn.functional.linear`, which finds them row by row.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,18 +27,16 @@ class PackedLinear(nn.Linear):
         return self.packed.to_dense() if name == "weight" else super().__getattr__(name)
 
 
-def pack(net: nn.Module) -> int:
-    """Pack the weights of all linear layers that no other module has too. Returns bytes."""
+def packing(net: nn.Module) -> Iterator[None]:
+    """Packs the weights of all linear layers that no other module has too, one layer at a time."""
     one_dnn: Any = torch.backends.mkldnn
     if not one_dnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
-        return 0
+        return
     used = Counter(tensor.data_ptr() for module in net.modules() for tensor in module.parameters(recurse=False))
-    size = 0
     for module in net.modules():
         if type(module) is nn.Linear and module.weight.dtype == torch.float32 and used[module.weight.data_ptr()] == 1:
-            size += module.weight.nbytes
             packed = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach(), ROWS)
             del module.weight
             module.__class__ = PackedLinear
             module.packed = packed
-    return size
+            yield

@@ -15,7 +15,10 @@ from planaria.kernels.reference_linear import Linear
 
 DTYPES = {
     str(each): each
-    for each in (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8, torch.int32, torch.int64)
+    for each in (
+        torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64,
+        torch.bool,
+    )
 }  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from planaria.kernels.ops import Ops
 from planaria.layers.decoder import Model
@@ -53,12 +53,19 @@ def _check(config: ModelConfig, weights: Source, quantization: str, shard: Shard
 
 
 def read_experts(
-    model: Model, weights: Source, ops: Ops, quantization: str, reads: Mapping[int, Iterable[int]]
-) -> None:
-    """More experts from the checkpoint, by number of the layer among those with experts."""
-    load = WeightLoader(weights, ops, quantization)
-    for block in model.blocks:
+    model: Model, weights: Source, ops: Ops, quantization: str, reads: Mapping[int, Sequence[int]], *,
+    packings: Packings | None = None, heard: Callable[[float], None] = lambda fraction: None,
+) -> None:  # fmt: skip
+    """More experts from the checkpoint, by number of the layer among those with experts; slices are placed, too.
+    packings: of these, if they are shared. heard: of progress."""
+    load = WeightLoader(weights, ops, quantization, packings=packings)
+    for number, block in enumerate(model.blocks, 1):
+        for expert in reads.get(block.number, ()):
+            block.held.pop(expert, None)  # where it was written, or of a part that differs
         block.read(load, reads.get(block.number, ()))
+        if model.shard.apart:
+            block.experts = load.group([block.held[expert] for expert in model.shard.held_experts])
+        heard(number / len(model.blocks))
 
 
 def unused(config: ModelConfig, weights: Source, kind: type[Model] = Model) -> list[str]:

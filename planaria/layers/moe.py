@@ -34,10 +34,9 @@ class MoE:
         self.slots = Slots(shard.experts.slots, moe.num_experts, shard.slots, 1 + shard.experts.num_redundant)
         self.experts: Weight = None
         self.held: dict[int, Expert] = {}  # by expert: what is in this rank's memory
-        self.travels = shard.reads is not None  # they are not of what ranks of all lanes have alike
         self._sizes = block, c.hidden_size, size, shard.expert_columns
         self.read(load, shard.held_experts if shard.reads is None else shard.reads[self.number])
-        if shard.reads is None or (shard.apart and self.held):
+        if shard.reads is None:
             self.experts = load.group([self.held[expert] for expert in shard.held_experts])
         self.shared = MLP(
             load, f"{block}.{moe.shared_name}", c.hidden_size, moe.shared_intermediate_size, shard.shared_columns,
@@ -59,8 +58,8 @@ class MoE:
                 parts = [TensorPart(f"{name}.{part}", size, columns) for part in first]
             back = [TensorPart(f"{name}.{down}", width, hidden)]
             self.held[expert] = (
-                load.linear(parts, hidden, width, bias=bias, travels=self.travels, single=True),
-                load.linear(back, columns, size, bias=bias and self.leads, travels=self.travels),
+                load.linear(parts, hidden, width, bias=bias, single=True),
+                load.linear(back, columns, size, bias=bias and self.leads),
             )
 
     def place(self, ops: Ops, experts: Sequence[int], held: range) -> None:

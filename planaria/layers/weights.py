@@ -103,7 +103,7 @@ class WeightLoader:
         self._source, self._ops, self._quantization = source, ops, quantization
         self._progress, self._total, self._packings = progress, total, packings
         self.used: set[str] = set()
-        self.linears: list[LinearParts] = []  # that don't travel
+        self.linears: list[LinearParts] = []
         self.num_weights = 0  # checked or read so far
         self.num_bytes = 0  # of what was packed: plain weights in the activation dtype, norms in float32
         self._threads = int(getattr(ops, "threads", 1))
@@ -138,11 +138,10 @@ class WeightLoader:
 
     def linear(
         self, parts: Sequence[TensorPart], columns: range, size: int, *, bias: bool = False, kind: str = "",
-        travels: bool = False, single: bool = False,
+        single: bool = False,
     ) -> Weight:  # fmt: skip
         """`columns` (of `size`) of the parts' rows, one below the other, with the parts' biases; a tuple where parts
-        are packed unlike, unless it must be `single`. kind: of quantization, default what all are packed to. travels:
-        it isn't of the part, but comes and goes."""
+        are packed unlike, unless it must be `single`. kind: of quantization, default what all are packed to."""
         for part in parts:
             self._expect(f"{part.name}.weight", (part.size, size), len(part.rows) * len(columns))
             if bias:
@@ -164,8 +163,6 @@ class WeightLoader:
             self._finish(names)
             return packed if len(packed) > 1 else packed[0]
 
-        if travels:
-            return make()
         weight = self._thing(f"linear {list(parts)} {columns} of {size} {bias} {kind}", make)
         self.linears.append(LinearParts(weight, tuple(parts), columns))
         return weight

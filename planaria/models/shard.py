@@ -44,7 +44,7 @@ class Shard:
     group (None: a model without); slots: this rank's; reads: of each layer with experts of the whole model those that
     are read from the checkpoint, to be placed by who knows where the others come from (None: those of its slots, which
     are placed there); expert_columns: of each expert; apart: in other lanes it is other columns, where all else is the
-    same, and what is read is placed there; shared_columns: of the experts that all tokens share. context: who has the
+    same; shared_columns: of the experts that all tokens share. context: who has the
     other tokens' keys and values, where this rank hasn't those of all; weights are the same either way.
     """
 

@@ -155,6 +155,15 @@ def shared_memory(config: EngineConfig) -> Callable[..., Comm]:
     return functools.partial(SharedComm, entry=load(target_for(config.device.dtype), cache_dir() / "kernels"))
 
 
+def free_bytes(config: EngineConfig) -> int:
+    """Memory of this rank's device that nobody has, in bytes."""
+    if config.device.platform.on_host:
+        return available_memory()
+    import torch
+
+    return int(torch.cuda.mem_get_info()[0])
+
+
 def available_bytes(config: EngineConfig) -> int:
     """Memory that KV could take on this rank's device, in bytes."""
     if not config.device.platform.on_host:

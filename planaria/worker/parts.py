@@ -20,13 +20,13 @@ from planaria.config.options import EngineConfig
 from planaria.models.deal import deal, deal_context, deal_heads
 from planaria.models.shard import ContextGroup, Shard
 from planaria.topology import Layout
-from planaria.topology.experts import Maps, Move, slots_at
+from planaria.topology.experts import Maps, slots_at
 
 if TYPE_CHECKING:
     from planaria.kernels.ops import Ops
     from planaria.layers.decoder import Model
-    from planaria.worker.device_weights import DeviceWriting
-    from planaria.worker.weights import Mapped, RankWeights, Writing
+    from planaria.layers.weights import Packings
+    from planaria.worker.weights import RankWeights
 
 logger = logging.getLogger("planaria.worker")
 
@@ -67,13 +67,11 @@ def of_any_lane(config: EngineConfig, layout: Layout, part: Part, *, sent: bool)
     return (experts,) * len(config.model.moe_layers)
 
 
-def to_read(maps: Maps, moves: Sequence[Move], own: int, size: int) -> Maps | None:
-    """Experts that rank `own` of an expert group of this size reads where it has nothing in memory, by layer."""
-    sent = {(move.layer, move.expert) for move in moves if move.target == own and move.source is not None}
-    return tuple(
-        tuple(expert for expert in slots_at(experts, size, own) if (layer, expert) not in sent)
-        for layer, experts in enumerate(maps)
-    ) or None  # fmt: skip
+def of_rank(layout: Layout, rank: int, maps: Maps) -> dict[int, list[int]]:
+    """Experts of this rank's slots, by layer."""
+    group = layout.group(rank, "dp", "pcp", "tp")
+    own, size = group.index(rank), len(group)
+    return {layer: sorted(set(slots_at(experts, size, own))) for layer, experts in enumerate(maps)}
 
 
 def partition_of(config: EngineConfig, layout: Layout) -> tuple[int, ...] | None:
@@ -86,7 +84,8 @@ def read_part(
     config: EngineConfig, ops: Ops, part: Part, reads: Maps | None, progress: Callable[[str, float], None],
     weights: RankWeights,
 ) -> Model:  # fmt: skip
-    """A model. reads: experts to read, by layer; None: those of its slots, if they aren't dealt whole."""
+    """A model. reads: experts to read, by layer; None: those of its slots, if they aren't dealt whole. Experts that
+    other lanes have otherwise are read apart (see `read_experts_apart`)."""
     from planaria.layers.build import build
     from planaria.loader import WeightSource
     from planaria.loader.forms import unpacked_line
@@ -94,8 +93,7 @@ def read_part(
     rank, layout = common_part(*part)
     checkpoint = msgspec.convert(config.checkpoint, Checkpoint)
     if config.model.foreign is not None:
-        model: Model = _read_foreign(config, checkpoint, ops, (rank, layout))
-        return model
+        return _read_foreign(config, checkpoint, ops, (rank, layout), weights)
     device, float8 = config.device, getattr(ops, "float8", False)
     if rank == 0 and (line := unpacked_line(checkpoint, device.quantization, device.dtype, float8=float8)):
         logger.warning(line)
@@ -108,29 +106,42 @@ def read_part(
         reads = (shard.held_experts,) * len(config.model.moe_layers)
     nothing = tuple(() for _ in reads) if reads is not None else None
 
-    def make(packings: Writing | DeviceWriting | Mapped | None, heard: Callable[[float], None]) -> Model:
-        now = nothing if packings is not None and not packings.whole else reads
+    def make(packings: Packings | None, heard: Callable[[float], None]) -> Model:
         return build(
             config.model, WeightSource(checkpoint, float8=float8), ops,
             quantization=config.device.quantization, max_positions=config.scheduler.max_model_len,
-            progress=lambda done, total: heard(done / total), shard=dataclasses.replace(shard, reads=now),
+            progress=lambda done, total: heard(done / total), shard=dataclasses.replace(shard, reads=nothing),
             packings=packings,
         )  # fmt: skip
 
     what = f"with layers {partition}, {'all' if reads is None else 'no'} experts"
-    return weights.make((rank, layout), what, make, ops, lambda fraction: progress("weights", fraction))
+    model = weights.make((rank, layout), what, make, ops, lambda fraction: progress("weights", fraction))
+    if reads is not None and any(reads):
+        read_experts_apart(config, ops, model, (rank, layout), dict(enumerate(reads)), weights)
+    return model
 
 
-def _read_foreign(config: EngineConfig, checkpoint: Checkpoint, ops: Any, part: Part) -> Any:
+def _read_foreign(config: EngineConfig, checkpoint: Checkpoint, ops: Any, part: Part, weights: RankWeights) -> Model:
     from planaria.hf.model import read
 
-    return read(config.model, checkpoint, ops, Shard.full(config.model), (part[0], part[1].tp))
+    def make(packings: Packings | None, heard: Callable[[float], None]) -> Any:
+        return read(config.model, checkpoint, ops, Shard.full(config.model), (part[0], part[1].tp), packings)
+
+    return weights.make_apart(part, "by Transformers", make, ops)
 
 
-def read_lacking(config: EngineConfig, ops: Ops, model: Any, lacking: Mapping[int, Sequence[int]]) -> None:
-    """Experts for slots that lack them, by layer."""
+def read_experts_apart(
+    config: EngineConfig, ops: Ops, model: Model, part: Part, reads: Mapping[int, Sequence[int]], weights: RankWeights
+) -> None:
+    """Experts that are not of a model's part, by layer: of the checkpoint, if nobody has packed them before."""
     from planaria.layers.build import read_experts
     from planaria.loader import WeightSource
 
-    weights = WeightSource(msgspec.convert(config.checkpoint, Checkpoint))
-    read_experts(model, weights, ops, config.device.quantization, lacking)
+    own = {block.number: tuple(sorted(set(reads.get(block.number, ())))) for block in model.blocks}
+
+    def make(packings: Packings | None, heard: Callable[[float], None]) -> Model:
+        source = WeightSource(msgspec.convert(config.checkpoint, Checkpoint))
+        read_experts(model, source, ops, config.device.quantization, own, packings=packings, heard=heard)
+        return model
+
+    weights.make_apart(part, f"columns {model.shard.expert_columns} of experts {own}", make, ops)

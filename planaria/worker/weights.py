@@ -2,7 +2,7 @@
 
 Rule: what is mapped can only be read, also by who wrote it, and each thing that is taken from it is one that was asked
 for. What isn't is read from the checkpoint, into this process's own memory. Experts that travel are always in that.
-On a device the bytes are its keeper's (device_weights), and the part in the node's memory has the manifest alone.
+Tensors are in tensor_weights; on a device their bytes are its keeper's, and the part has the manifest alone.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import msgspec
 
 from planaria.checkpoint.identity import weights_version
 from planaria.config.digest import packing_fields
+from planaria.errors import PlanariaError
 from planaria.executor.boot import RankBoot
-from planaria.hosts.weights import DIGEST_BYTES, UnwrittenPart, WeightsMemory, WrittenPart, under
+from planaria.hosts.weights import DIGEST_BYTES, NUM_NAMES, UnwrittenPart, WeightsMemory, WrittenPart, under
 from planaria.node import ProcessGone, home
-from planaria.worker.device import keepers_of
+from planaria.worker.device import free_bytes, keepers_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,15 +29,21 @@ if TYPE_CHECKING:
     from planaria.kernels.cpu.ops import CpuOps
     from planaria.kernels.ops import Ops
     from planaria.layers.decoder import Model
-    from planaria.worker.device_weights import DeviceWriting
+    from planaria.layers.weights import Packings
     from planaria.worker.parts import Part
+    from planaria.worker.tensor_weights import TensorWriting
 
 FORM = 1  # of manifests
+LEFT = 1 << 30  # bytes of a device that who prepares weights leaves to ranks
 
 logger = logging.getLogger("planaria.worker")
 
 Heard = Callable[[float], None]  # a fraction of what there is to read
-Build = Callable[["Writing | DeviceWriting | Mapped | None", Heard], "Model"]
+Build = Callable[["Packings | None", Heard], "Model"]
+
+
+class NotPrepared(PlanariaError):
+    """Who prepares weights can't put them where ranks would find them."""
 
 
 class Written(msgspec.Struct, frozen=True, array_like=True):
@@ -131,9 +138,9 @@ class RankWeights:
 
     def enter(self, boot: RankBoot) -> None:
         """For another epoch."""
-        self.config, self.rank, given = boot.config, boot.rank, boot.memories
+        self.config, self.rank, self._beside, given = boot.config, boot.rank, bool(boot.beside), boot.memories
         self.keepers = keepers_of(boot)
-        kept = self.keepers is not None or self.config.device.kernels == "native"
+        kept = self.keepers is not None or self.config.device.platform.on_host
         shared = given.weights if given.home == home() and kept else None
         if self.memory is not None and self.memory.origin == shared:
             self.memory.keepers = self.keepers
@@ -152,6 +159,30 @@ class RankWeights:
         with self.memory.turn(most, heard) if self.memory is not None else nullcontext():
             return self._made(part, what, build, ops, heard)
 
+    def make_apart(self, part: Part, what: str, build: Build, ops: Ops) -> Model:
+        """What a rank has in memory of its own: experts that a part's lanes have otherwise, Transformers' tensors. Who
+        prepares weights beside this rank packs them into the node's memory; it maps them then."""
+        if self._beside:
+            return self.make(part, what, build, ops, lambda fraction: None)
+        return self._found(part, what, build, ops) or build(None, lambda fraction: None)
+
+    def _found(self, part: Part, what: str, build: Build, ops: Ops) -> Model | None:
+        """Has somebody packed what weights that came later have here?"""
+        if self.memory is None or not self.config.weights_number:
+            return None
+        from planaria.layers.weights import PartDiffers
+
+        try:
+            digest = self._digest(f"{part} {what}", ops)
+            found = self.memory.open(digest)
+            if isinstance(found, WrittenPart):
+                return build(self._packings(found, digest, ops), lambda fraction: None)
+            if found is not None:
+                found.abandon()
+        except (OSError, PartDiffers) as e:
+            logger.warning("rank %d reads what was packed beside it: %s", self.rank, e)
+        return None
+
     def _made(self, part: Part, what: str, build: Build, ops: Ops, heard: Heard) -> Model:
         self._shared.pop(part, None)
         if self.memory is not None:
@@ -160,26 +191,45 @@ class RankWeights:
             try:
                 digest = self._digest(f"{part} {what}", ops)
                 if (written := self._written(self.memory, digest, build, ops, heard)) is not None:
-                    mapped = _mapped(written) if self.keepers is None else self._on_device(written, digest, ops)
+                    mapped = self._packings(written, digest, ops)
                     model = build(mapped, heard)
                     self._shared[part] = digest, mapped.num_bytes
                     return model
                 logger.warning("rank %d keeps weights of its own: who writes shared ones gets nowhere", self.rank)
             except (OSError, PartDiffers) as e:
+                if self.keepers is not None and self._beside:
+                    raise NotPrepared(str(e)) from None
                 logger.warning("rank %d keeps weights of its own: %s", self.rank, e)
         return build(None, heard)
 
     def _written(
         self, memory: WeightsMemory, digest: bytes, build: Build, ops: Ops, heard: Heard
     ) -> WrittenPart | None:  # fmt: skip
-        found = memory.open(digest, heard)
-        return self._write(found, digest, build, ops, heard) if isinstance(found, UnwrittenPart) else found
+        if isinstance(found := memory.open(digest, heard), WrittenPart | None):
+            return found
+        try:
+            return self._write(found, digest, build, ops, heard)
+        except OSError:
+            if self.keepers is None or self._beside or not self.config.weights_number:
+                raise
+            self.leave(NUM_NAMES)  # those of before, which are named still: there is no room for both
+            again = memory.open(digest, heard)
+            return self._write(again, digest, build, ops, heard) if isinstance(again, UnwrittenPart) else again
 
-    def _on_device(self, written: WrittenPart, digest: bytes, ops: Ops) -> Mapped:
-        from planaria.worker.device_weights import mapped
+    def _room_on_device(self) -> None:
+        """Raises OSError where who prepares weights would take from running ranks what they compute with."""
+        if self.keepers is None or not self._beside:
+            return
+        before, free = sum(self.keepers.held("weights/").values()), free_bytes(self.config)
+        if free < before + LEFT:
+            raise OSError(f"{free / 2**30:.1f} GiB are free on the device, those in force take {before / 2**30:.1f}")
 
-        assert self.keepers is not None
-        return mapped(written, self.keepers, digest, ops)
+    def _packings(self, written: WrittenPart, digest: bytes, ops: Ops) -> Mapped:
+        if self.keepers is None and self._native:
+            return _mapped(written)
+        from planaria.worker.tensor_weights import mapped, mapped_tensors
+
+        return mapped_tensors(written) if self.keepers is None else mapped(written, self.keepers, digest, ops)
 
     def name(self, part: Part, ranks: int) -> None:
         """This is its part now, in a layout of so many ranks."""
@@ -206,6 +256,7 @@ class RankWeights:
             heard(fraction)
 
         try:
+            self._room_on_device()
             writing = self._writing(part, digest, ops)
             build(writing, both)
             return writing.done()
@@ -215,12 +266,16 @@ class RankWeights:
                 self.keepers.drop(under(digest))
             raise
 
-    def _writing(self, part: UnwrittenPart, digest: bytes, ops: Ops) -> Writing | DeviceWriting:
-        if self.keepers is None:
-            return Writing(part, ops)  # type: ignore[arg-type]  # native
-        from planaria.worker.device_weights import DeviceWriting
+    def _writing(self, part: UnwrittenPart, digest: bytes, ops: Ops) -> Writing | TensorWriting:
+        if self.keepers is None and self._native:
+            return Writing(part, ops)  # type: ignore[arg-type]
+        from planaria.worker.tensor_weights import DeviceWriting, TensorWriting
 
-        return DeviceWriting(part, self.keepers, digest, ops)
+        return TensorWriting(part) if self.keepers is None else DeviceWriting(part, self.keepers, digest, ops)
+
+    @property
+    def _native(self) -> bool:
+        return self.config.device.kernels == "native"
 
     def _digest(self, what: str, ops: Ops) -> bytes:
         """Of all that says what is in a part: the same only for the same bytes."""
@@ -228,7 +283,7 @@ class RankWeights:
 
         version = weights_version(self.config.checkpoint["files"])
         own = self.keepers.own if self.keepers is not None else None
-        target = repr(ops.target) if own is None else f"{type(ops).__name__} on device {own}"  # type: ignore[attr-defined]
+        target = repr(ops.target) if self._native else f"{type(ops).__name__} on device {own}"  # type: ignore[attr-defined]
         told = [FORM, what, target, version, sorted(packing_fields(self.config).items())]
         return hashlib.blake2b(msgspec.json.encode(told), digest_size=DIGEST_BYTES).digest()
 

@@ -60,13 +60,13 @@ from planaria.worker.parts import (
     configured,
     context_of,
     of_any_lane,
+    of_rank,
     part_of,
-    read_lacking,
+    read_experts_apart,
     read_part,
-    to_read,
 )
 from planaria.worker.step_later import StepLater
-from planaria.worker.weights import RankWeights
+from planaria.worker.weights import NotPrepared, RankWeights
 
 if TYPE_CHECKING:
     from planaria.config.options import EngineConfig
@@ -165,9 +165,10 @@ class Worker:
         others: their parts of other weights, and say why they can't be had."""
         if self.boot.beside:
             os.nice(BESIDE)
-            done = guard(SPARE, "load", lambda: prepare(self, self.boot.beside, sent=True))
+            done = guard(SPARE, "load", lambda: prepare_beside(self))
             return done if isinstance(done, Failed) else None
-        prepare(self, range(self.layout.size), sent=self.boot.experts_sent)
+        if self.config.parallel.slices(self.layout) == 1:  # of which each rank has others
+            prepare(self, range(self.layout.size), sent=self.boot.experts_sent)
         return None
 
     @property
@@ -233,14 +234,14 @@ class Worker:
             return Ready(self.rank)
         part, maps = self.own_part, command.maps or configured(self.config, self.layout)
         if self.part != part:
-            self._load_part(part, maps, command.moves)
+            self._load_part(part, maps)
         if self.config.model.foreign is None:
             self.model.share_tokens(context_of(self.config, self.rank, self.layout))
         if maps:
             return self._load_experts(maps, command.moves)
         return Ready(self.rank, self.seconds)
 
-    def _load_part(self, part: Part, maps: Maps, moves: tuple[Move, ...]) -> None:
+    def _load_part(self, part: Part, maps: Maps) -> None:
         since = time.perf_counter()
         self.take_thread()
         self.unload()
@@ -250,8 +251,8 @@ class Worker:
             self.ops = make_ops(self.config, self.boot.threads)
             self._timed("kernels", since)
             since = time.perf_counter()
-            reads = to_read(maps, moves, self.mesh.experts.rank, self.mesh.experts.size)
-            self.model = read_part(self.config, self.ops, part, reads, self.progress, self.weights)
+            none = tuple(() for _ in maps) or None  # experts that are dealt whole come after it
+            self.model = read_part(self.config, self.ops, part, none, self.progress, self.weights)
         self.prepared.clear()
         self.weights.name(common_part(*part), self.layout.size)
         self._join_ops(self.ops)
@@ -268,7 +269,7 @@ class Worker:
         since = time.perf_counter()
         lacking = self.experts.lacking(maps, moves)
         if any(lacking.values()):
-            read_lacking(self.config, self.ops, self.model, lacking)
+            read_experts_apart(self.config, self.ops, self.model, common_part(*self.own_part), lacking, self.weights)
             self._timed("experts", since)
         received = self.experts.bytes_aside
         if not moves:
@@ -426,15 +427,28 @@ def prepare(worker: Worker, ranks: Iterable[int], *, sent: bool) -> Reply:
     """Have what of the model these ranks have, but where that would be all experts. sent: these come from others."""
     config, layout, boot = worker.config, worker.layout, worker.boot
     worker.take_thread()
-    if config.parallel.slices(layout) > 1:
-        return Ready(worker.rank)
-    for part in dict.fromkeys(part_of(config, rank, layout) for rank in ranks):
-        ops = make_ops(config, boot.threads)
-        reads = of_any_lane(config, layout, part, sent=sent)
-        worker.prepared[part] = ops, read_part(config, ops, part, reads, worker.progress, worker.weights)
+    for rank in ranks:
+        part = part_of(config, rank, layout)
+        if part not in worker.prepared:
+            ops = make_ops(config, boot.threads)
+            reads = of_any_lane(config, layout, part, sent=sent)
+            worker.prepared[part] = ops, read_part(config, ops, part, reads, worker.progress, worker.weights)
+        if boot.beside and boot.maps:
+            own = of_rank(layout, rank, boot.maps)
+            read_experts_apart(config, *worker.prepared[part], common_part(*part), own, worker.weights)
     if boot.beside and (config.cache.keeps_blocks or config.cache.transfer is not None):
         weights_digest(config.checkpoint["files"])  # which the engine would wait for
     return Ready(worker.rank)
+
+
+def prepare_beside(worker: Worker) -> Reply:
+    """Pack what ranks find then; where it can't be, they read it."""
+    try:
+        return prepare(worker, worker.boot.beside, sent=True)
+    except NotPrepared as e:
+        worker.prepared.clear()
+        logger.warning("new weights are read in a pause, for they can't be packed beside those in force: %s", e)
+        return Ready(worker.rank)
 
 
 def free(worker: Worker, command: FreeMemory) -> Reply:

@@ -22,6 +22,7 @@ import torch
 
 from planaria.config.options import EngineConfig, EngineOptions
 from planaria.config.resolve import resolve
+from planaria.executor.boot import SPARE
 from planaria.executor.ray.actor import NodeReaper
 from planaria.executor.ray.actors import Actors
 from planaria.executor.status import facts_of
@@ -38,8 +39,10 @@ from planaria.kernels.torch_placed import ThingAt, found, moved
 from planaria.loader import WeightSource
 from planaria.node import Memories, readable
 from planaria.topology import Layout
+from planaria.worker import weights
 from planaria.worker.parts import read_part
 from planaria.worker.weights import RankWeights
+from planaria.worker.worker import Worker
 from tests.model.checkpoints import write_checkpoint
 from tests.model.driver import Driver
 from tests.model.engines import Engine, texts
@@ -467,6 +470,62 @@ def test_a_device_that_fails_when_it_is_mapped_is_read_anew(
     caplog.clear()
     assert torch.equal(logits(*read(config, memory)), wanted)
     assert "rank 0 keeps weights of its own: cuMemImportFromShareableHandle: an illegal" in caplog.text
+
+
+@pytest.fixture
+def others(tmp_path: Path) -> EngineConfig:
+    """Weights that come later."""
+    config = config_of(write_checkpoint(tmp_path / "others", "llama", 2, num_hidden_layers=4))
+    return msgspec.structs.replace(config, weights_number=1)
+
+
+def preparing(config: EngineConfig, memory: WeightsMemory, monkeypatch: pytest.MonkeyPatch) -> Worker:
+    """Who prepares them beside rank 0."""
+    monkeypatch.setattr(os, "nice", lambda by: by)
+    boot = boot_of(config, SPARE)
+    return Worker(msgspec.structs.replace(boot, memories=Memories.of(None, memory), beside=(0,)))
+
+
+def test_new_weights_are_packed_beside_those_in_force(
+    model: Path, others: EngineConfig, memory: WeightsMemory, keepers: Keepers, no_source: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The rank computes with its own, and maps the others then."""
+    old, wanted = read(config_of(model), memory), logits(*read(others, None))
+    said, before = logits(*old), keepers.held()
+    beside = preparing(others, memory, monkeypatch)
+    assert beside.prepare() is None
+    assert set(before) < set(keepers.held()) and torch.equal(logits(*old), said)
+    no_source()
+    assert torch.equal(logits(*read(others, memory)), wanted) and not torch.equal(said, wanted)
+
+
+def test_where_a_device_has_no_room_for_both_the_old_ones_go_first(
+    model: Path, others: EngineConfig, memory: WeightsMemory, keepers: Keepers, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Nothing is prepared, and the rank reads them in the pause."""
+    old, wanted = read(config_of(model), memory), logits(*read(others, None))
+    before, take = keepers.held(), Keepers.take
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "free_bytes", lambda config: 1 << 20)
+        assert preparing(others, memory, patch).prepare() is None
+    assert "new weights are read in a pause, for they can't be packed beside those in force: 0.0 GiB" in caplog.text
+    assert keepers.held() == before
+    caplog.clear()
+
+    def full(self: Keepers, name: str, size: int) -> Any:
+        if sum(self.held().values()) + size > sum(before.values()):
+            raise OSError("cuMemCreate: out of memory (2)")
+        return take(self, name, size)
+
+    monkeypatch.setattr(Keepers, "take", full)
+    assert preparing(others, memory, monkeypatch).prepare() is None
+    assert "beside those in force: cuMemCreate: out of memory" in caplog.text and keepers.held() == before
+    del old
+    gc.collect()
+    assert torch.equal(logits(*read(others, memory)), wanted)
+    assert "weights of its own" not in caplog.text and set(keepers.held()).isdisjoint(before)
 
 
 def test_a_packed_weight_is_the_same_where_it_is_moved_to() -> None:

@@ -20,11 +20,13 @@ from planaria.config.options import EngineOptions
 from planaria.config.resolve import other_weights, resolve
 from planaria.errors import ConfigError, ModelError
 from planaria.hf import look
-from planaria.hf.model import read
+from planaria.hf.model import TransformersModel, read
 from planaria.hf.packed import PackedLinear
+from planaria.hosts.weights import UnwrittenPart, WeightsMemory
 from planaria.kernels.reference import TorchOps
 from planaria.models.config import Foreign, ModelConfig
 from planaria.models.shard import Shard
+from planaria.worker.tensor_weights import TensorWriting, mapped_tensors
 from tests.model.checkpoints import load_reference, write_checkpoint
 from tests.model.driver import Driver
 from tests.model.engines import Engine
@@ -110,6 +112,17 @@ def driven(driver: Driver, prompts: list[list[int]]) -> list[list[int]]:
     return ids
 
 
+def packed_by_another(config: ModelConfig, checkpoint: Checkpoint, ops: TorchOps) -> TransformersModel:
+    """A model whose tensors all are in the node's memory."""
+    memory = WeightsMemory.make()
+    assert memory is not None
+    part = memory.open(b"some" * 4)
+    assert isinstance(part, UnwrittenPart)
+    writing = TensorWriting(part)
+    read(config, checkpoint, ops, Shard.full(config), packings=writing)
+    return read(config, checkpoint, ops, Shard.full(config), packings=mapped_tensors(writing.done()))
+
+
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=[] if name in SHORT else pytest.mark.long) for name in FAMILIES]
 )
@@ -118,7 +131,7 @@ def test_the_tokens_of_generate(family: str, tmp_path: Path) -> None:
     checkpoint, config = foreign_model(folder)
     assert config.foreign is not None and config.num_parameters == load_reference(folder).num_parameters()
     ops = TorchOps()
-    model = read(config, checkpoint, ops, Shard.full(config))
+    model = packed_by_another(config, checkpoint, ops)
     assert driven(Driver(model, ops), PROMPTS) == generated(folder, PROMPTS)
     model.drop_kv()
 

@@ -212,6 +212,48 @@ def test_steps_go_on_while_they_are_prepared(
         engine.close()
 
 
+MIXTURE = {
+    "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "options"),
+    [
+        ("qwen2_moe", MIXTURE, {"data_parallel_size": 2}),  # slices of experts
+        ("qwen2_moe", MIXTURE, {"tensor_parallel_size": 2, "enable_expert_parallel": True, "spare_workers": 1}),
+        pytest.param("llama", {}, {"kernels": "torch", "distributed_executor_backend": "mp"}, marks=pytest.mark.long),
+        ("phi", {}, {"tensor_parallel_size": 2}),  # run by Transformers' code
+    ],
+    ids=["slices", "experts", "torch", "transformers"],
+)
+def test_ranks_read_nothing_in_the_pause(
+    tmp_path: Path, family: str, shape: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """They map all that was packed beside them, and compute with what they would have read."""
+    own = [str(checkpoints.write_checkpoint(tmp_path / str(seed), family, seed, **shape)) for seed in (1, 2)]
+    with LLM(own[1], **OPTIONS) as llm:
+        wanted = tokens(llm)
+    engine = AsyncLLM(own[0], **OPTIONS, **options, worker_extension_cls="tests.proc.extensions.Mapped")
+
+    async def told() -> list[int]:
+        return [token async for piece in engine.generate(PROMPT, GREEDY) for token in piece.token_ids]
+
+    async def main() -> None:
+        assert await told() != wanted
+        await engine.update_weights(own[1])
+        own_bytes = await asyncio.to_thread(engine._loop.call("own_bytes").result, 60)
+        assert own_bytes and set(own_bytes) == {0}
+        assert await told() == wanted
+        os.kill(engine._loop.gang.members[0].pid, signal.SIGKILL)
+        assert await told() == wanted
+
+    try:
+        asyncio.run(asyncio.wait_for(main(), 120))
+    finally:
+        engine.close()
+
+
 def test_where_there_is_no_room_for_both_it_is_said(
     folders: list[str], told: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

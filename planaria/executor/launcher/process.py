@@ -97,13 +97,14 @@ class PoolLauncher(Launcher):
 
     def beside(self, boots: Sequence[RankBoot]) -> Sequence[Child]:
         """See Launcher."""
-        of: dict[str, list[RankBoot]] = {}
+        of: dict[tuple[str, tuple[int, ...]], list[RankBoot]] = {}
         for boot in boots:
-            of.setdefault(self.pool.ranks[boot.rank].slot[0], []).append(boot)
-        found = [self.pool.beside(node, self._wake) for node in of]
+            of.setdefault((self.pool.ranks[boot.rank].slot[0], boot.place.devices), []).append(boot)
+        found = [self.pool.beside(node, self._wake) for node, _ in of]
         for child, (first, *rest) in zip(found, of.values(), strict=True):
             beside = first.beside + tuple(boot.rank for boot in rest)
             place = child.place if child.place.pid else self.pool.ranks[first.rank].place  # it is to come up there
+            place = msgspec.structs.replace(place, devices=first.place.devices)
             child.tell(self._reserve(msgspec.structs.replace(first, beside=beside))(place))
         return found
 

@@ -76,11 +76,11 @@ class Arena:
         return self.regions[-1].bytes[start : start + size]
 
     def give_back(self, piece: npt.NDArray[np.uint8]) -> None:
-        """Nobody uses this piece any more."""
-        piece[:] = 0
+        """Nobody uses this piece any more. What is of other memory, which others may read, stays as it is."""
         address = int(piece.ctypes.data)
         for region in self.regions:
             if region.address <= address < region.address + region.size:
+                piece[:] = 0
                 region.forget(address - region.address, piece.nbytes)
                 self._free.setdefault(piece.nbytes, []).append(piece)
 

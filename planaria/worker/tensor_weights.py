@@ -1,5 +1,5 @@
-"""A part's weights on a device: its keeper has them in a few allocations, each mapped by who needs it. What is said of
-them, and who may write, is in the node's memory as of any part.
+"""A part's weights as torch's tensors, in the node's memory; or on a device: its keeper has them in a few allocations,
+each mapped by who needs it. What is said of them, and who may write, is in the node's memory as of any part.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 from torch import Tensor
 
 from planaria.hosts.device_memory import Keepers
@@ -31,18 +32,15 @@ class DeviceManifest(msgspec.Struct, frozen=True, array_like=True):
     things: bytes
 
 
-class DeviceWriting:
-    """Packings that go into a part. See `layers.weights.Packings`. Each is made as it would be anyway, and then copied:
-    of one thing there is room for two at a time."""
+class TensorWriting:
+    """Packings of tensors that go into a part. See `layers.weights.Packings`. Each is made as it would be anyway, and
+    then copied: of one thing there is room for two at a time."""
 
     whole = False
 
-    def __init__(self, part: UnwrittenPart, keepers: Keepers, digest: bytes, ops: Ops) -> None:
-        self.part, self._keepers, self._under = part, keepers, under(digest)
-        self._device = ops.device  # type: ignore[attr-defined]  # torch
+    def __init__(self, part: UnwrittenPart) -> None:
+        self.part = part
         self.manifest = list[Written]()
-        self._starts, self._room, self._used, self._end = list[int](), Tensor(), 0, 0
-        keepers.drop(self._under)  # what somebody left who died
 
     def thing(self, key: str, make: Callable[[], tuple[Any, int]]) -> tuple[Any, int]:
         thing, num_bytes = make()
@@ -50,6 +48,25 @@ class DeviceWriting:
         where, there = zip(*(moved(each, self._take) for each in things), strict=True)
         self.manifest.append(Written(key, not isinstance(thing, tuple), where, num_bytes))
         return (there if isinstance(thing, tuple) else there[0]), num_bytes
+
+    def _take(self, size: int) -> tuple[int, Tensor]:
+        at, room = self.part.take(size)
+        return at, seen(room, torch.device("cpu"))
+
+    def done(self) -> WrittenPart:
+        """Others may read it now."""
+        return self.part.done(msgspec.msgpack.encode(self.manifest))
+
+
+class DeviceWriting(TensorWriting):
+    """Where the part has what is said of them alone, and a device's keeper has the bytes."""
+
+    def __init__(self, part: UnwrittenPart, keepers: Keepers, digest: bytes, ops: Ops) -> None:
+        super().__init__(part)
+        self._keepers, self._under = keepers, under(digest)
+        self._device = ops.device  # type: ignore[attr-defined]  # torch
+        self._starts, self._room, self._used, self._end = list[int](), Tensor(), 0, 0
+        keepers.drop(self._under)  # what somebody left who died
 
     def _take(self, size: int) -> tuple[int, Tensor]:
         at = -(-self._used // ALIGN) * ALIGN
@@ -62,13 +79,22 @@ class DeviceWriting:
         return at, self._room[begin : begin + size]
 
     def done(self) -> WrittenPart:
-        """Others may read it now."""
         if self._device.type == "cuda":
-            import torch
-
             torch.cuda.synchronize(self._device)  # else it may not be written yet
         things = msgspec.msgpack.encode(self.manifest)
         return self.part.done(msgspec.msgpack.encode(DeviceManifest(tuple(self._starts), self._end, things)))
+
+
+def mapped_tensors(part: WrittenPart) -> Mapped:
+    """Packings of a part that is there, in the node's memory."""
+    whole = seen(part.memory, torch.device("cpu"))
+
+    def memory(at: int, size: int) -> Tensor:
+        if at + size > whole.numel():
+            raise ValueError(f"{size} bytes at {at} are not of the part")
+        return whole[at : at + size]
+
+    return Mapped(part.manifest, lambda at: found(msgspec.convert(at, ThingAt), memory))
 
 
 def mapped(part: WrittenPart, keepers: Keepers, digest: bytes, ops: Ops) -> Mapped:
