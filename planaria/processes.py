@@ -170,7 +170,7 @@ def _processor_time(id: int, *, thread: bool) -> float:
     return 0.0
 
 
-class Share:
+class LeftoverTime:
     """Of the processors, what somebody has who computes beside ranks: what these leave, and where they leave less than
     LEAST of one, what a high nice value gives, as after WAITS seconds in any case. That value alone is not enough: who
     has begun to run with it has a processor until the scheduler's next tick, milliseconds later, and threads that

@@ -19,7 +19,7 @@ import msgspec
 
 from planaria.errors import RequestError
 from planaria.node import readable, writable
-from planaria.processes import Share
+from planaria.processes import LeftoverTime
 from planaria.structured.spec import OutputForm, field_of, form_of, place_of
 from planaria.types import SamplingParams, StructuredOutputsParams
 
@@ -75,7 +75,7 @@ class GrammarProcess:
         self._vocabulary, self._cpu = vocabulary, cpu
         self.lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
-        self.share: Share | None = None  # of the fork, and of who forks
+        self.share: LeftoverTime | None = None  # of the fork, and of who forks
         self._asked = 0
         self._heard = bytearray()
         self._closed = False
@@ -116,9 +116,9 @@ class GrammarProcess:
         self.share = self._share(said[1])
         return True
 
-    def _share(self, fork: bytes) -> Share:
+    def _share(self, fork: bytes) -> LeftoverTime:
         assert self.process is not None
-        return Share(int(fork), self.process.pid)
+        return LeftoverTime(int(fork), self.process.pid)
 
     def _exchange(self, line: bytes, patience: float) -> tuple[bytes, bytes] | None:
         """The answer to a line, as its first word and the others; None: none came."""

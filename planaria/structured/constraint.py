@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from planaria.processes import Share
+from planaria.processes import LeftoverTime
 
 if TYPE_CHECKING:
     import llguidance
@@ -85,7 +85,7 @@ class Constraint:
         self.over = self.late = self.looked = self.must_end = self.slow = self.suspect = self.waited = False
         self.drawn: int | None = None
         self.tokens, self.spent = 0, 0.0
-        self.share: Share | None = None
+        self.share: LeftoverTime | None = None
 
     @property
     def key(self) -> Key:
@@ -216,7 +216,7 @@ def _yield_to_others() -> None:
 @contextmanager
 def _beside(constraint: Constraint) -> Iterator[None]:
     """What this thread does is for this one."""
-    share = Share(threading.get_native_id(), thread=True)
+    share = LeftoverTime(threading.get_native_id(), thread=True)
     share.begin()
     constraint.share = share
     try:

@@ -676,7 +676,7 @@ def test_who_compiles_gives_way_and_is_not_starved(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(processes, "_processor_time", lambda id, *, thread: had)
     with subprocess.Popen(["sleep", "600"]) as process:
-        share = processes.Share(process.pid)
+        share = processes.LeftoverTime(process.pid)
 
         def gives_way() -> bool:
             return os.sched_getscheduler(process.pid) == os.SCHED_IDLE
