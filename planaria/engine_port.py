@@ -271,7 +271,7 @@ def serve(
         loop.on_loss = port.wake
         facts = loop.start()
     except PlanariaError as e:
-        kinds = ((ModelError, "model"), (UserError, "user"), (CapacityError, "capacity"))
+        kinds = ((ModelError, "model"), (UserError, "user"), (CapacityError, "capacity"), (ProcessGone, "crash"))
         port.send(Dead(next((kind for error, kind in kinds if isinstance(e, error)), "error"), str(e)))
         port.close()
         return 1

@@ -5,16 +5,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
 
+from planaria import engine_port
 from planaria.engine_port import Port
+from planaria.node import Memories, Shared
 from planaria.server.engine_client import EngineConnection
 from planaria.types import Delta, FinishReason, SamplingParams
 from planaria.wire import Cancel, Dead, EngineFacts, EngineStats, FromEngine, Gone, Output, Recovery, Submit, ToEngine
@@ -69,6 +74,25 @@ def received(port: Port, count: int) -> list[ToEngine]:
 
 def output(step: int, *ids: str, running: int = 2, finish: FinishReason | None = None) -> Output:
     return Output([Delta(id, step, [7], finish) for id in ids], EngineStats(step=step, running=running))
+
+
+def test_an_engine_whose_memorys_owner_has_ended_crashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that takes another's place dies as its engine comes up: who has the requests starts one of its own, and
+    answers nobody with that."""
+    with subprocess.Popen(["true"]) as ended:
+        pass
+
+    def build(*of: Any, given: Memories, **more: Any) -> None:
+        assert given.kv is not None
+        given.kv.open()
+
+    monkeypatch.setattr(engine_port, "build_loop", build)
+    monkeypatch.setattr(engine_port, "set_title", lambda role, **facts: None)
+    said: list[Any] = []
+    port: Any = SimpleNamespace(hello=lambda: None, send=said.append, close=lambda: None)
+    config: Any = None
+    assert engine_port.serve(config, port, threading.Event(), given=Memories(kv=Shared(ended.pid, 3, 1))) == 1
+    assert [(type(dead), dead.kind) for dead in said] == [(Dead, "crash")]
 
 
 def test_who_comes_late_knows_what_is_true_now(port: Port, context: zmq.Context[Any]) -> None:

@@ -415,5 +415,6 @@ def test_a_node_without_accelerators_has_its_memory_for_all_ranks(
     assert plan(str(tmp_path), "--device", "cpu", "-dp", "1").code == 0
     two = plan(str(tmp_path), "--device", "cpu", "-dp", "2")
     assert two.code == 0 and "2 engines share weights" in two.out
-    refused = plan(str(tmp_path), "--device", "cpu", "-dp", "2", "--kernels", "torch")  # each has its own
+    assert plan(str(tmp_path), "--device", "cpu", "-dp", "2", "--kernels", "torch").code == 0
+    refused = plan(str(tmp_path), "--device", "cpu", "-dp", "2", "--model-impl", "transformers")  # each has its own
     assert refused.code == 2 and "has 10,240 MiB" in refused.err
