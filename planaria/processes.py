@@ -23,6 +23,7 @@ from planaria.node import readable
 
 LEAST = 0.04  # of a processor, for who gives way: a usual grammar takes a millisecond of one
 LOOK = 0.05  # seconds until it is looked at what it had
+SOON = 0.01  # and again, where that was too little
 WAITS = 10.0  # seconds after which it gives way no more
 LEAST_ADDRESSES = 512 << 20  # bytes of an engine, whatever its model; libraries abort where they get none
 
@@ -192,8 +193,9 @@ class LeftoverTime:
             return math.inf
         if waited < LOOK:
             return LOOK - waited
-        self._give_way(self._had() - self._before >= LEAST * waited)
-        return LOOK
+        enough = self._had() - self._before >= LEAST * waited
+        self._give_way(enough)
+        return LOOK if enough else SOON
 
     def _had(self) -> float:
         return sum(_processor_time(id, thread=self.thread) for id in self.ids)

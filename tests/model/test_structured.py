@@ -684,11 +684,11 @@ def test_who_compiles_gives_way_and_is_not_starved(monkeypatch: pytest.MonkeyPat
         share.begin()
         assert gives_way() and share.look() == pytest.approx(processes.LOOK)
         now = processes.LOOK
-        assert share.look() == processes.LOOK and not gives_way()
+        assert share.look() == processes.SOON and not gives_way()
         had = processes.LEAST * now
         assert share.look() == processes.LOOK and gives_way()
         now = 2 * processes.LOOK
-        assert share.look() == processes.LOOK and not gives_way()
+        assert share.look() == processes.SOON and not gives_way()
         had, now = 0.9 * processes.WAITS, processes.WAITS
         assert share.look() == math.inf and not gives_way()
         share.begin()
