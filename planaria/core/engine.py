@@ -312,24 +312,19 @@ class EngineCore:
     def stats(self) -> EngineStats:
         lanes = self.lanes
         found = [lane.connector for lane in lanes if lane.connector is not None and any(lane.connector.stores)]
+        counts = [lane.counts() for lane in lanes]
+        summed = counts[0] if len(counts) == 1 else [sum(column) for column in zip(*counts, strict=True)]
+        running, waiting, tokens, queries, hits, preemptions, prompt_tokens = summed
         return EngineStats(
-            step=self.committed,
-            epoch=self.epoch,
-            running=sum(lane.num_running for lane in lanes),
-            waiting=sum(lane.num_waiting for lane in lanes),
+            step=self.committed, epoch=self.epoch, running=running, waiting=waiting, kv_tokens=tokens,
+            prefix_queries=queries, prefix_hits=hits, preemptions=preemptions, prompt_tokens=prompt_tokens,
+            generation_tokens=self.generation_tokens, replayed_tokens=self.replayed_tokens,
             kv_usage=sum(lane.pool.usage() for lane in lanes) / len(lanes),
-            kv_tokens=sum(lane.capacity() for lane in lanes),
-            prefix_queries=sum(lane.prefix_queries for lane in lanes),
-            prefix_hits=sum(lane.prefix_hits for lane in lanes),
-            preemptions=sum(lane.preemptions for lane in lanes),
-            prompt_tokens=sum(lane.prompt_tokens for lane in lanes),
-            generation_tokens=self.generation_tokens,
-            replayed_tokens=self.replayed_tokens,
             tier=self.tier.stats(found) if found else None,
             drafts=reduce(DraftStats.added, (lane.drafts for lane in lanes)) if self.config.max_drafts else None,
             transfers=self.tier.transfers.added(lent(lanes)) if lenders(lanes) or self.cache.transfer else None,
             token_seconds=self.tier.rates.part or 0.0,
-        )
+        )  # fmt: skip
 
 
 def full_blocks(core: EngineCore) -> list[set[int]]:

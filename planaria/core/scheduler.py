@@ -103,13 +103,13 @@ class Lane:
         """Tokens still held or to be computed: what a new request competes with."""
         return sum(e.request.num_tokens for e in self.entries.values())
 
-    @property
-    def num_running(self) -> int:
-        return len(self.entries) - self.num_waiting
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.waiting)
+    def counts(self) -> tuple[int, ...]:
+        """Requests that run and that wait, tokens of room, and what stats have of prefixes, preemptions and prompts."""
+        waiting = len(self.waiting)
+        return (
+            len(self.entries) - waiting, waiting, self.capacity(), self.prefix_queries, self.prefix_hits,
+            self.preemptions, self.prompt_tokens,
+        )  # fmt: skip
 
     def remove(self, request_id: str) -> SequenceState | None:
         """Forget an open request; its row and blocks come back when no planned step needs them."""
@@ -272,14 +272,16 @@ class Lane:
             if at is not None and at.prompt_logprobs is not None:
                 at.prompt_logprobs.extend(part)
         deltas = drew(self, result.rows, result.tokens, result.logprobs)
-        deltas += pooled(self, result.pooled)
+        if result.pooled:
+            deltas += pooled(self, result.pooled)
         if result.drafted:
             self.drafts = self.drafts.checked(result.drafted, result.more)
         if result.more:
             further(self, deltas, result.more)
         for row in result.late:
             holding.again(self, row)
-        deltas += failed(self, result.errors)
+        if result.errors:
+            deltas += failed(self, result.errors)
         self.collect()
         return deltas
 

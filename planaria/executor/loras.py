@@ -61,6 +61,8 @@ class LoraStore:
 
     def look(self, core: EngineCore | None) -> list[Delta]:
         """Let go of adapters that nobody has any more, and of requests whose adapter doesn't come."""
+        if not self.held and len(self.unloaded) <= self.most:
+            return []
         if core is not None and len(self.unloaded) > self.most:
             used = {core.loras.wanted, *(request.adapter for request in core.snapshot())}
             unused = [digest for digest in self.unloaded if digest not in used]
@@ -75,6 +77,8 @@ class LoraStore:
 
     def hold(self, submit: Submit) -> list[Delta]:
         """Until its adapter has come."""
+        if not self.held:
+            self._looked = self.clock()
         self.held[submit.id] = self._waited, submit
         return []
 

@@ -32,7 +32,9 @@ class Ticket:
     def failed(self) -> Failed | None:
         """The first rank's failure, if any; one that is another rank's doing only if no rank says more."""
         failures = [reply for reply in self.replies.values() if isinstance(reply, Failed)]
-        return next((failed for failed in failures if failed.kind != "peer"), failures[0] if failures else None)
+        if not failures:
+            return None
+        return next((failed for failed in failures if failed.kind != "peer"), failures[0])
 
 
 class ReplyLedger:

@@ -6,6 +6,7 @@ the one place that knows it.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import msgspec
@@ -65,7 +66,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
     @property
     def drawing(self) -> range:
         """The rank of each lane that draws its tokens: the first tensor rank of the last stage."""
-        return range(self.rank(Coords(0, self.pp - 1, 0, 0)), self.size, self.size // self.dp)
+        return _drawing(self)
 
     def holds(self, coords: Coords) -> bool:
         """Is there a rank with these coordinates?"""
@@ -104,3 +105,8 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
         for axis in axes:
             if axis not in AXES:
                 raise ValueError(f"no axis {axis!r}; there are {', '.join(AXES)}")
+
+
+@cache  # asked for with every step
+def _drawing(layout: Layout) -> range:
+    return range(layout.rank(Coords(0, layout.pp - 1, 0, 0)), layout.size, layout.size // layout.dp)

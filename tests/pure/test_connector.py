@@ -139,7 +139,7 @@ def test_others_go_on_meanwhile_and_who_has_the_same_prefix_waits() -> None:
     ranks.ask("d", [2] * 9, 3)
     for _ in range(5):
         ranks.step()
-    assert ranks.tokens.keys() == {"d"} and len(ranks.open) == 1 and ranks.core.lanes[0].num_waiting == 2
+    assert ranks.tokens.keys() == {"d"} and len(ranks.open) == 1 and ranks.core.lanes[0].counts()[1] == 2
     ranks.run()
     assert ranks.tokens["b"] == ranks.tokens["c"] == EXPECTED and ranks.cached["c"] == 28
 
@@ -154,7 +154,7 @@ def test_a_block_counts_when_every_rank_has_it_not_when_so_many_have_said_so() -
     ranks.core.hear({1: KVNews(loaded=((load.number + 1, 7, 0.1),))})
     ranks.answer(load, 1, most=5)
     ranks.step()
-    assert ranks.core.lanes[0].num_waiting == 1
+    assert ranks.core.lanes[0].counts()[1] == 1
     ranks.answer(load, 2)
     ranks.open = []
     ranks.run()

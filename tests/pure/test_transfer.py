@@ -164,7 +164,7 @@ def test_blocks_count_when_every_rank_has_confirmed_them() -> None:
     for _ in range(3):  # the same rank, again and again
         taker.core.hear({0: KVNews(loaded=((load.number, taker.copy(owner, load, 0), 0.0),))})
     taker.step()
-    assert taker.core.lanes[0].num_waiting == 1 and not taker.deltas
+    assert taker.core.lanes[0].counts()[1] == 1 and not taker.deltas
     count = taker.copy(owner, load, 1)
     taker.core.hear({1: KVNews(loaded=((load.number, count - 2, 0.0),), failed={load.number: "evicted"})})
     taker.copies = []
