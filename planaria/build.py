@@ -200,9 +200,8 @@ def _spmd(config: EngineConfig, outer: OuterLauncher, emit: Emit) -> EngineLoop:
     from planaria.worker.worker import make_rank
 
     def circle(address: str) -> Circle:
-        return Circle.open(
-            outer.rank, outer.world_size, OuterStore(outer), address, heartbeat=config.parallel.heartbeat_timeout
-        )
+        size, heartbeat = outer.world_size, config.parallel.heartbeat_timeout
+        return Circle.open(outer.rank, size, lambda: OuterStore(outer), address, heartbeat=heartbeat)
 
     def abort(why: str) -> None:
         for rank in launcher.ranks:

@@ -63,13 +63,15 @@ class KVLoad(msgspec.Struct, frozen=True, array_like=True):
     """Bring back what is stored under `keys[i]` into `blocks[i]`, from the first on up to the first that isn't there.
     `number`: of the load, in this epoch. `lease`: it is in `lease.blocks[i]` of another engine, if that block still has
     the key, or a server offers it, in blocks that may have another number of tokens than these; else it is in this
-    engine's own stores. `first`: the place of the first of `blocks` in the history."""
+    engine's own stores. `first`: the place of the first of `blocks` in the history. `wait`: seconds that another server
+    may wait for a block before it says that there is none."""
 
     number: int
     keys: tuple[bytes, ...]
     blocks: tuple[int, ...]
     lease: KVLease | KVOffer | None = None
     first: int = 0
+    wait: float = 0.0
 
 
 class KVWork(msgspec.Struct, frozen=True, array_like=True):

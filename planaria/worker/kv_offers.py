@@ -34,7 +34,7 @@ PURPOSE = "kv transfer"  # keys of the deployment's secret for it
 MOST_KEYS = 8  # of an AskBlocks
 MOST_ASKS = 4  # of a peer, that wait
 MOST_PEERS = 256
-WAIT = 0.5  # seconds that an AskBlocks waits for a block to be there
+MOST_WAIT = 0.5  # seconds that an AskBlocks waits for a block to be there, at most
 UNSENT = 16  # blocks on their way to a peer
 RETRY = 0.01  # seconds, where it takes none
 READS = 5.0  # seconds after an AskBlocks in which its blocks may be read where they are
@@ -46,7 +46,7 @@ HEADER = 1 << 15  # bytes of a message to who holds blocks, at most
 
 class AskBlocks(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     """Send the blocks with these keys, in this order; they are number `first` and so on of the load `number`. identity:
-    see planaria.worker.kv.identity_of."""
+    see planaria.worker.kv.identity_of. wait: seconds for a block to be there."""
 
     number: int
     first: int
@@ -56,6 +56,7 @@ class AskBlocks(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
         tuple[Annotated[bytes, msgspec.Meta(min_length=KEY, max_length=KEY)], ...],
         msgspec.Meta(min_length=1, max_length=MOST_KEYS),
     ]
+    wait: Annotated[float, msgspec.Meta(ge=0.0, le=MOST_WAIT)] = MOST_WAIT
 
 
 class EndLease(msgspec.Struct, frozen=True, array_like=True, tag="done"):
@@ -268,7 +269,7 @@ class OfferServer:
             self._reads = self.offered.clock() + READS
             asks = self._asks.setdefault(route, deque())
             if len(asks) < MOST_ASKS:
-                asks.append((said, self.offered.clock() + WAIT))
+                asks.append((said, self.offered.clock() + said.wait))
         else:
             self._count("refused")
         return True
@@ -305,5 +306,5 @@ class OfferServer:
         asks.popleft()
         if len(ask.keys) > 1 and not why:
             rest = msgspec.structs.replace(ask, first=ask.first + 1, keys=ask.keys[1:])
-            asks.appendleft((rest, self.offered.clock() + WAIT))
+            asks.appendleft((rest, self.offered.clock() + ask.wait))
         return True

@@ -28,6 +28,7 @@ from planaria.worker.kv_nixl import NixlAgent, NixlError, NixlPlaces, check
 from planaria.worker.kv_offers import (
     MOST_ASKS,
     MOST_KEYS,
+    MOST_WAIT,
     PURPOSE,
     AskBlocks,
     EndLease,
@@ -99,8 +100,11 @@ class Peer:
                     why = "error"
                 if why in ("silent", "error"):
                     self._hang_up()  # whatever it says later is not heard
-                vain = why in ("silent", "error") or (why == "dropped" and not count)
-                self._paused, self._lenient = (began + PAUSE, not early) if vain else (0.0, True)
+                nothing = why == "dropped" and not count
+                if why in ("silent", "error") or (nothing and time.monotonic() - began >= load.wait):
+                    self._paused, self._lenient = began + PAUSE, not early
+                elif not nothing:  # else it had no time to say anything
+                    self._paused, self._lenient = 0.0, True
             self.ended(load, count, why, time.monotonic() - began)
 
     def _spoke(self) -> bool:
@@ -137,7 +141,7 @@ class Peer:
         while got < len(keys) and not why:
             while asked < len(keys) and asked - got <= (MOST_ASKS - 2) * MOST_KEYS:
                 part = keys[asked : asked + MOST_KEYS]
-                self._send(end, AskBlocks(load.number, asked, lease, self.identity, part))
+                self._send(end, AskBlocks(load.number, asked, lease, self.identity, part, min(load.wait, MOST_WAIT)))
                 asked += len(part)
             frames = end.frames()
             if frames is not None:

@@ -20,7 +20,7 @@ from planaria.executor.link.keys import Keys, guard, introduce
 from planaria.protocol import KVLoad, KVNews, KVWork
 from planaria.types import KVOffer
 from planaria.worker import kv_nixl, kv_peers
-from planaria.worker.kv_offers import PURPOSE, AskBlocks, EndLease, Offered, SentBlock
+from planaria.worker.kv_offers import MOST_WAIT, PURPOSE, AskBlocks, EndLease, Offered, SentBlock
 from planaria.worker.kv_peers import KVPeers
 from planaria.worker.kv_store import head_of
 from tests.fakes import stand_in
@@ -59,9 +59,11 @@ def offer(port: int, count: int, lease: str = "a") -> KVOffer:
     return KVOffer(lease, tuple(range(count)), "127.0.0.1", port)
 
 
-def fetched(rank: KVPeers, number: int, of: KVOffer, keys: tuple[bytes, ...]) -> tuple[int, str]:
+def fetched(
+    rank: KVPeers, number: int, of: KVOffer, keys: tuple[bytes, ...], wait: float = MOST_WAIT
+) -> tuple[int, str]:
     """How many have come, and why no more."""
-    rank.begin(KVWork(loads=(KVLoad(number, keys, tuple(range(len(keys))), of),)))
+    rank.begin(KVWork(loads=(KVLoad(number, keys, tuple(range(len(keys))), of, wait=wait),)))
     found: list[KVNews] = []
     wait_until(
         "it has ended", lambda: found.extend(filter(None, [rank.finished(waits=True)])) or any(n.loaded for n in found)
@@ -106,6 +108,13 @@ def test_who_comes_too_early_waits_a_moment(both: tuple[KVPeers, KVPeers], port:
     fill(one, 1, 1)
     threading.Timer(0.1, one.begin, [KVWork(offers=(("a", KEYS[1], 1),))]).start()
     assert fetched(other, 1, offer(port, 1), KEYS[1:2]) == (1, "")
+
+
+def test_nobody_waits_longer_for_a_block_than_it_is_waited_for(both: tuple[KVPeers, KVPeers], port: int) -> None:
+    one, other = both
+    assert one.server is not None
+    one.server.offered.clock = iter(itertools.count(0.0, 1e-9)).__next__  # a moment is a billion looks
+    assert fetched(other, 1, offer(port, 1), KEYS[1:2], wait=0.0) == (0, "gone")
 
 
 def test_a_block_of_another_lease_or_key_is_not_given(both: tuple[KVPeers, KVPeers], port: int) -> None:
@@ -295,6 +304,23 @@ def test_who_is_late_each_time_is_let_be() -> None:
         may.release()
     for _ in range(20):
         assert fetched(rank, next(numbers), offer(liar.port, 2), KEYS[3:5]) == (0, "silent") and len(asked) == 2
+    liar.close()
+    rank.close()
+
+
+def test_who_was_given_no_time_to_answer_is_asked_again() -> None:
+    waits, rank = list[float](), peers()
+
+    def say(ask: AskBlocks) -> Sent:
+        waits.append(ask.wait)
+        return honest(ask) if ask.wait == MOST_WAIT else []
+
+    liar = Liar(say)
+    for number in (1, 2, 3):
+        rank.begin(KVWork(loads=(KVLoad(number, KEYS[1:3], (1, 2), offer(liar.port, 2), wait=0.4),)))
+        wait_until("it is asked", lambda number=number: len(waits) == number)  # type: ignore[misc]
+        rank.begin(KVWork(dropped=(number,)))
+    assert fetched(rank, 4, offer(liar.port, 2), KEYS[3:5], wait=60.0) == (2, "") and waits == [0.4] * 3 + [MOST_WAIT]
     liar.close()
     rank.close()
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from planaria import LLM
 from planaria.config.options import EngineOptions
 from planaria.config.resolve import resolve
 from planaria.errors import EngineDead, RanksDiffer
@@ -24,6 +25,7 @@ from planaria.executor.link.circle import Circle
 from planaria.executor.link.faults import LinkError
 from planaria.executor.link.spmd import SpmdLink
 from planaria.executor.loop import EngineLoop
+from planaria.mesh import meeting
 from planaria.protocol import StepPlan
 from planaria.topology.outer import OuterLauncher
 from planaria.types import SamplingParams
@@ -87,7 +89,7 @@ def in_threads(size: int, program: Callable[[int, Board], Any]) -> list[Any]:
 
 
 def joined(rank: int, board: Board, size: int = 3) -> Circle:
-    circle = Circle.open(rank, size, board, "127.0.0.1", heartbeat=5.0)
+    circle = Circle.open(rank, size, lambda: board, "127.0.0.1", heartbeat=5.0)
     board.circles.append(circle)
     return circle
 
@@ -293,6 +295,18 @@ def test_torchrun_starts_engines_of_a_dense_model(generate: list[str], one_proce
     assert [line["token_ids"] for line in lines] == one_process, run.stderr
     assert {line["layout"] for line in lines} == {"tp=1 pp=1"}
     assert {tuple(line["ranks"]) for line in lines[::2]}.isdisjoint(tuple(line["ranks"]) for line in lines[1::2])
+
+
+def test_an_engine_of_one_process_needs_none_of_the_others(monkeypatch: pytest.MonkeyPatch, small: Path) -> None:
+    """The first may have ended before it began."""
+    monkeypatch.setattr(meeting, "TIMEOUT", 0.1)
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    options = {**NULL, "data_parallel_size": 2, "skip_tokenizer_init": True}
+    with LLM(str(small), distributed_executor_backend="external_launcher", **options) as llm:
+        assert len(llm.facts.ranks) == 1
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])

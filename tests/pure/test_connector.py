@@ -10,7 +10,7 @@ import pytest
 
 from planaria.config.options import CacheConfig, SchedulerConfig
 from planaria.core import connector, transfer
-from planaria.core.connector import LaneConnector, Rates
+from planaria.core.connector import UNKNOWN, LaneConnector, Rates
 from planaria.core.engine import EngineCore
 from planaria.core.kv_cache import chain
 from planaria.protocol import KVLoad, KVNews, StepPlan, StepResult, StoreNews
@@ -376,7 +376,7 @@ def test_what_is_offered_here_is_fetched_and_a_peer_that_says_nothing_is_given_u
     ranks.ask("b", PROMPT, 6, lease=offer)
     ranks.step()
     (load,) = ranks.open
-    assert load.lease == offer and len(load.keys) == 7
+    assert load.lease == offer and len(load.keys) == 7 and load.wait == UNKNOWN / 2
     ranks.now += 60
     ranks.step()
     ranks.open = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import NoReturn, Protocol
 
 import msgspec
@@ -72,12 +73,15 @@ class Circle:
 
     @classmethod
     def open(
-        cls, rank: int, size: int, meeting: Meeting, address: str, *, heartbeat: float, timeout: float = 300.0
-    ) -> Circle:
-        """address: of this process's node, by which the others reach it. Raises LinkError, PlanariaError."""
+        cls, rank: int, size: int, meet: Callable[[], Meeting], address: str, *, heartbeat: float,
+        timeout: float = 300.0,
+    ) -> Circle:  # fmt: skip
+        """address: of this process's node, by which the others reach it; meet: not called where there are none, as who
+        serves the place may have ended. Raises LinkError, PlanariaError."""
         circle = cls(rank, size)
         if size == 1:
             return circle
+        meeting = meet()
         if rank == 0:
             circle._link = TcpLink(
                 size - 1, host=address, heartbeat=heartbeat, encode=encode, decode=lambda data, peer: decode(data)
