@@ -14,6 +14,7 @@ constants to draw (which would make examples depend on the tests that ran before
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 from typing import Any
@@ -74,8 +75,7 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # else libraries name what they think is leaked
+atexit.register(gc.unfreeze)  # else libraries name what they think is leaked; not before pytest has collected, twice
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
