@@ -12,6 +12,11 @@ if TYPE_CHECKING:
 
 ENGINE, API = "planaria.engine_process", "planaria.server.api_process"
 ENGINE_AND_RANKS = ENGINE, "planaria.worker.main"
+# Of a server and of its engines.
+OF_BOTH = (
+    "planaria.config.resolve", "planaria.core.stats", "planaria.executor.startup", "planaria.hosts.weights",
+    "planaria.hosts.local", "planaria.hosts.pool", "planaria.wire", "zmq.asyncio",
+)  # fmt: skip
 WORKER = (
     "planaria.layers.build", "planaria.loader.source", "planaria.worker.micro_batches", "planaria.worker.runner",
     "planaria.worker.sampler", "planaria.worker.stage", "zmq",
@@ -24,13 +29,15 @@ GLOO = ("planaria.mesh.gloo",)  # and torch
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """What is made meanwhile stays, so nobody looks for what could go: that is an eighth of the time of imports."""
+    """What is made meanwhile stays, so nobody looks for what could go, then or later: that is an eighth of the time of
+    imports, and forks go on sharing its pages. What is there already stays, too."""
     collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if collects:
+            gc.freeze()
             gc.enable()
 
 

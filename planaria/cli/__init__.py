@@ -18,7 +18,7 @@ def main(args: list[str] | None = None) -> int:
         atexit.register(gc.freeze)
     words = sys.argv[1:] if args is None else args
     _have_streams()
-    serves = words[:1] == ["serve"] and not any(word.startswith("--help") for word in words)
+    serves = args is None and words[:1] == ["serve"] and not any(word.startswith("--help") for word in words)
     try:
         if not serves or sys.platform != "linux":  # elsewhere nothing is kept in processes, and _run says so
             return _run(words)

@@ -1,10 +1,11 @@
-"""What `planaria serve` does before it imports what it is made of: engines' processes are forked from one that has
-imported theirs, and that one needs no option to begin."""
+"""What `planaria serve` does before it imports what is its own: engines' processes are forked from one that has
+imported theirs, which begins as a copy of this one, with what both need, and needs no option for that."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from importlib import import_module
 
 from planaria import preload
 from planaria.hosts import forkserver
@@ -18,6 +19,9 @@ def begun() -> Iterator[None]:
         yield
         return
     raise_descriptor_limit()
+    with preload.importing():
+        for module in preload.OF_BOTH:
+            import_module(module)
     forkserver.begin(preload.before_it_is_known())
     from planaria.config.machine import present_platform
 

@@ -71,11 +71,39 @@ def show(ctx: Any, about: str, panels: dict[str, list[tuple[str, str]]], last: s
     return said.get().rstrip("\n")
 
 
+def declared_off(option: Any) -> Any:
+    """`--help`, with a value that needs no converter where it was not typed."""
+    if option is not None:
+        option.default = False
+    return option
+
+
 class PlainCommand(TyperCommand):
     """topics: of the options that are not its own, by field."""
 
+    def get_help_option(self, ctx: Any) -> Any:
+        return declared_off(super().get_help_option(ctx))
+
     def topics(self) -> frozenset[str]:
         return frozenset()
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """An option that nobody typed has the value that it was declared with: the library would make a converter for
+        each of a hundred, and import what they are made of."""
+        typed, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+        if typed.get("help"):  # of all of them
+            return super().parse_args(ctx, args)
+        declared, values = self.params, dict[str, Any]()
+        for each in declared:
+            if each.param_type_name == "option" and each.name not in typed and not each.required:
+                values[each.name or ""] = () if each.multiple and each.default is None else each.default
+        self.params = [each for each in declared if each.name not in values]
+        try:
+            rest = super().parse_args(ctx, args)
+        finally:
+            self.params = declared
+        ctx.params = {**values, **ctx.params}
+        return rest
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         shared = self.topics()
@@ -101,6 +129,9 @@ class PlainCommand(TyperCommand):
 
 
 class PlainGroup(TyperGroup):
+    def get_help_option(self, ctx: Any) -> Any:
+        return declared_off(super().get_help_option(ctx))
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         known = {name: (name, self.get_command(ctx, name).get_short_help_str(200)) for name in self.list_commands(ctx)}  # type: ignore[union-attr]
         panels = {topic: [known.pop(name) for name in names if name in known] for topic, names in COMMANDS.items()}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import importlib
 import os
 import select
@@ -239,9 +238,20 @@ _early: list[tuple[object, Begun]] = []  # and with what it began
 
 
 def begin(modules: Sequence[str]) -> None:
-    """Have a server import `modules` from now on, for whoever is the first to ask for one, if it asks for that. For a
-    thread that stays."""
-    _early.append((_concerns(modules), _started(modules)))
+    """Have a server begin as a copy of this process, which has no other thread yet and is the program, and import
+    `modules` from now on, for whoever is the first to ask for one, if it asks for that. For a thread that stays.
+    Raises SystemExit in the server and in all that it forks, when they have done what they are for."""
+    concerns, made = _concerns(modules), _copied()
+    if not isinstance(made, socket.socket):
+        _early.append((concerns, made))
+        return
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2 and fd != made.fileno():  # what this process was given is its own
+            with contextlib.suppress(OSError):
+                os.close(fd)
+    leave_signals_to_parent()
+    os.environ.update(SINGLE)
+    sys.exit(_import_and_serve(modules, made))
 
 
 def let_go() -> None:
@@ -258,23 +268,31 @@ def split(modules: Sequence[str]) -> str:
     otherwise do nothing. Returns again in each process that is forked from it: what that one is to run."""
     if not all(module in sys.modules for module in modules) or threading.active_count() > 1:
         return ""
+    made = _copied()
+    if not isinstance(made, socket.socket):
+        _split.append(made)
+        return ""
+    os.close(int(sys.argv[2]))
+    module = _serve(made)
+    if not module:
+        os._exit(0)
+    return module
+
+
+def _copied() -> Begun | socket.socket:
+    """Returns twice: here a server that is a copy of this process, and there its socket."""
     parent = os.getpid()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if pid := os.fork():
         theirs.close()
-        _split.append((ForkedServer(pid), ours))
-        return ""
+        return ForkedServer(pid), ours
     die_with_parent(parent)
     ours.close()
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # what the parent hears is its own
     os.close(nothing)
-    os.close(int(sys.argv[2]))
     set_title("forkserver")
-    module = _serve(theirs)
-    if not module:
-        os._exit(0)
-    return module
+    return theirs
 
 
 def server_of(modules: Sequence[str]) -> ForkServer:
@@ -296,12 +314,15 @@ def main() -> int:
     die_with_parent(int(sys.argv[1]))
     leave_signals_to_parent()
     set_title("forkserver")
+    return _import_and_serve(sys.argv[3:], socket.socket(fileno=int(sys.argv[2])))
+
+
+def _import_and_serve(modules: Sequence[str], port: socket.socket) -> int:
     with importing():
-        for module in sys.argv[3:]:
+        for module in modules:
             importlib.import_module(module)
-    gc.freeze()  # pages of what is there now stay shared
-    module = _serve(socket.socket(fileno=int(sys.argv[2])))
-    return run(module) if module else 0
+    asked = _serve(port)
+    return run(asked) if asked else 0
 
 
 def _serve(port: socket.socket) -> str:

@@ -21,7 +21,6 @@ import pytest
 
 from planaria.cli import main
 from planaria.cli.generate import read_prompts
-from planaria.hosts import forkserver
 from tests.proc.servers import TINY, needs_smollm2, planaria
 
 pytestmark = needs_smollm2
@@ -218,23 +217,46 @@ def test_output_that_goes_nowhere(where: str, code: int, says: str) -> None:
     assert says in one_line(result.stderr) if says else not result.stderr
 
 
-def test_what_serve_began_before_it_read_its_options_ends_with_it(
-    monkeypatch: pytest.MonkeyPatch, in_process: None
-) -> None:
-    begun: list[int] = []
+def test_a_command_that_converts_nothing_imports_no_converters() -> None:
+    """Typer makes one for each option, also for those that nobody typed, of pydantic's."""
+    code = "import sys; from planaria.cli import main; main(['ps']); sys.exit('pydantic' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
 
-    def run(words: list[str]) -> int:
-        ((_, (process, _)),) = forkserver._early
-        begun.append(process.pid)
-        return 0
 
-    monkeypatch.setattr("planaria.cli._run", run)
-    assert main(["serve", "smollm2"]) == 0
-    assert len(begun) == 1 and not psutil.pid_exists(begun[0])
-    monkeypatch.setattr("planaria.cli._run", lambda words: len(forkserver._early))
-    assert main(["serve", "--help"]) == main(["models"]) == 0
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert main(["serve", "smollm2"]) == 0
+BEGINS = """
+import os, sys, time
+from planaria import cli
+from planaria.hosts import forkserver
+def run(words):
+    begun = [process.pid for _, (process, _) in forkserver._early]
+    given, until = int(sys.argv[-1]), time.monotonic() + 60
+    while any(os.path.exists(f"/proc/{pid}/fd/{given}") for pid in begun) and time.monotonic() < until:
+        time.sleep(0.01)
+    print(*begun, os.path.exists(f"/proc/self/fd/{given}"), sum(time.monotonic() > until for _ in begun))
+    return 0
+cli._run = run
+if sys.argv[1] == "darwin":
+    sys.platform = sys.argv.pop(1)
+sys.exit(cli.main())
+"""
+
+
+def test_what_serve_began_before_it_read_its_options_ends_with_it() -> None:
+    """What the command was given is its own: who waits for the end of it need not wait for others."""
+
+    def begun(*words: str) -> list[str]:
+        reading, writing = os.pipe()
+        command = [sys.executable, "-c", BEGINS, *words, str(writing)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=90, pass_fds=[writing])
+        for end in (reading, writing):
+            os.close(end)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    pid, *said = begun("serve", "smollm2")
+    assert not psutil.pid_exists(int(pid)) and said == ["True", "0"]
+    for others in (["serve", "--help"], ["models"], ["darwin", "serve", "smollm2"]):
+        assert begun(*others) == ["True", "0"]
 
 
 def test_port_in_use() -> None:

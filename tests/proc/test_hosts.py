@@ -226,15 +226,19 @@ def test_forks_share_a_server_that_never_started_a_thread_and_is_made_anew_for_a
 
 
 def test_a_server_that_began_early_is_the_first_ones_if_it_imports_what_that_one_asks_for() -> None:
+    def begin(modules: list[str]) -> None:
+        """As `planaria serve`, of which it is a copy."""
+        forkserver._early.append((forkserver._concerns(modules), forkserver._started(modules)))
+
     host, other = (LocalHost(devices=(), forks=FORKS) for _ in range(2))
-    forkserver.begin(FORKS["tests.proc.kept"])
+    begin(FORKS["tests.proc.kept"])
     early = forkserver._early[0][1][0].pid
     one, second = forked(host, "deaf"), forked(other, "deaf")
     assert server_of(one).pid == early != server_of(second).pid
     end(one, second)
     for each in (host, other):
         each.close()
-    forkserver.begin(["json"])
+    begin(["json"])
     unfit = forkserver._early[0][1][0].pid
     host = LocalHost(devices=(), forks=FORKS)
     third = forked(host, "deaf")
