@@ -141,15 +141,17 @@ def parts(options: argparse.Namespace) -> dict[str, float]:
     found = {"a schema that is new, median": statistics.median(begins), "a schema that is new, most": max(begins)}
     for kind, greedy in (("a token", False), ("a greedy row's token", True)):
         constraint, _ = begun(LONG)
+        constraint.greedy = greedy
         logits, each = np.zeros((1, size), np.float32), []
         for token in answer:
             logits[:] = 0.0
             logits[0, token] = 1.0
             since = time.thread_time()
-            if constraint.settle(logits[0], greedy=greedy) is None:
+            if constraint.settle(logits) is None:
                 assert sampler._kernels is not None
                 constraint.drawn, _ = constraint.draw(logits, 0, sampler._kernels.allowed(logits, [0], 0))
                 assert constraint.drawn == token
+                constraint.settle(look=False)
             each.append(time.thread_time() - since)
         assert not constraint.error, constraint.error
         found |= {f"{kind}, mean": statistics.mean(each), f"{kind}, median": statistics.median(each),

@@ -103,17 +103,16 @@ class SamplingKernels:
             repetition, frequency, presence,
         )  # fmt: skip
 
-    def allowed(self, logits: Array, scratch: Scratch, settings: list[int]) -> Callable[[int, int, int], list[int]]:
-        """`sample_allowed` of lines of these: told a line, its row, and the address of words of 64 bits, one for each
-        logit, it gives a token and a flag. `settings` are the addresses from `scales` to `positions`."""
-        address, size, sample = logits.ctypes.data, logits.shape[1], self._functions["sample_allowed"]
-
-        def one(line: int, row: int, allowed: int) -> list[int]:
-            sample(address, address, size, line, row, allowed, *settings, *scratch.addresses, *scratch.few)
-            found: list[int] = scratch.found.tolist()
-            return found
-
-        return one
+    def allowed(
+        self, address: int, size: int, line: int, row: int, allowed: int, settings: list[int], scratch: Scratch
+    ) -> list[int]:
+        """`sample_allowed` of a line of the logits at `address`, [S, size]: a token and a flag. `allowed`: the address
+        of words of 64 bits, one for each logit; `settings`: those from `scales` to `positions`."""
+        self._functions["sample_allowed"](
+            address, address, size, line, row, allowed, *settings, *scratch.addresses, *scratch.few
+        )
+        found: list[int] = scratch.found.tolist()
+        return found
 
 
 _lock = threading.Lock()

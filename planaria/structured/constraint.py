@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -58,17 +58,18 @@ class Constraint:
     Between two tokens caches hold weights, and nothing of this: the less is touched, the better.
 
     eos_ids: end the output. goes_on: not while anything else is allowed. `must_end`: nothing but them is allowed.
+    `greedy`: the greatest logit is drawn, where it may come, without a look at others.
     `drawn`: the last of the output, that hasn't been taken in. `looked`: `allowed` and `must_end` are of what was taken
     in. `over`: the output has ended, and what is still drawn is nobody's. `late`: it was not ready when its row was to
     draw; `waited`: nor the time before, and who was in the step waited for it. `suspect`: is it counted what the next
-    token takes? `spent`: seconds of a processor that were; `slow`: many, for the last token. `share`: of the thread
-    that works on it beside the steps.
+    token takes? `took`: seconds that it did so far. `spent`: seconds of a processor that were; `slow`: many, for the
+    last token. `share`: of the thread that works on it beside the steps.
     """
 
     __slots__ = (
-        "address", "allowed", "drawn", "ends", "eos_ids", "error", "given", "goes_on", "late", "looked", "mask_bytes",
-        "matcher", "must_end", "output", "over", "ready", "share", "size", "slow", "spent", "suspect",
-        "tokens", "waited",
+        "address", "allowed", "drawn", "ends", "eos_ids", "error", "given", "goes_on", "greedy", "late", "looked",
+        "mask_bytes", "matcher", "must_end", "output", "over", "ready", "share", "size", "slow", "spent", "suspect",
+        "tokens", "took", "waited",
     )  # fmt: skip
 
     def __init__(
@@ -83,8 +84,9 @@ class Constraint:
         self.ready: Future[None] | None = None
         self.error = ""
         self.over = self.late = self.looked = self.must_end = self.slow = self.suspect = self.waited = False
+        self.greedy = False
         self.drawn: int | None = None
-        self.tokens, self.spent = 0, 0.0
+        self.tokens, self.took, self.spent = 0, 0.0, 0.0
         self.share: LeftoverTime | None = None
 
     @property
@@ -102,10 +104,10 @@ class Constraint:
             self._take(token, f"token {token} does not follow the grammar of structured_outputs")
         self._look()
 
-    def settle(self, line: Any = None, *, greedy: bool = False, look: bool = True) -> int | None:
+    def settle(self, logits: Any = None, line: int = 0, *, look: bool = True) -> int | None:
         """Take in what was drawn, and look for what may come next, unless it is clear without that what is drawn now:
         the only token that may come, or, of a greedy row, the greatest logit. That is taken in, too, and returned.
-        line: the row's logits, if it is drawn now. look: False: leave that to the next call."""
+        logits, line: where the row's are, if it is drawn now. look: False: leave that to the next call."""
         if self.error or (self.looked and self.drawn is None):
             return None
         clock = time.thread_time if self.suspect else time.perf_counter  # a tenth of what the other takes
@@ -114,27 +116,28 @@ class Constraint:
             token, self.drawn = self.drawn, None
             if token is not None:
                 self._take(token, TOO_COMPLEX)  # it was allowed
-            found = self._follow(line, greedy) if line is not None else None
+            found = self._follow(logits, line) if logits is not None else None
             if found is None and look:
                 self._look()
         except Exception as e:
             self.error, found = f"the grammar of structured_outputs failed: {type(e).__name__}: {e}", None
         took = clock() - since
+        self.took += took
         if self.suspect:
             self.spent += took
         if found is None and not look:
             return None
         self.tokens += 1
         if self.suspect:
-            self.slow = took > SLOW
-        self.suspect = took > SUSPECT
+            self.slow = self.took > SLOW
+        self.suspect, self.took = self.took > SUSPECT, 0.0
         if self.spent > AT_FIRST + EACH * self.tokens:
             each = 1e3 * self.spent / self.tokens
             self.error = f"the grammar of structured_outputs takes {each:.1f} ms a token; at most {1e3 * EACH:g}"
             return None
         return found
 
-    def _follow(self, line: Any, greedy: bool) -> int | None:
+    def _follow(self, logits: Any, line: int) -> int | None:
         """See `settle`. Far less than a mask takes: what a greedy row would say may nearly always come."""
         matcher = self.matcher
         assert matcher is not None
@@ -142,11 +145,11 @@ class Constraint:
             return None
         if forced := matcher.compute_ff_tokens():
             token = forced[0]
-        elif greedy:
-            token = int(line.argmax())
+        elif self.greedy:
+            token = int(logits[line].argmax())
         else:
             return None
-        if token in self.ends or not math.isfinite(line.item(token)) or not matcher.try_consume_tokens([token]):
+        if token in self.ends or not math.isfinite(logits.item(line, token)) or not matcher.try_consume_tokens([token]):
             return None
         self.output.append(token)
         return token
@@ -255,17 +258,20 @@ class Constraints:
         self._late_since: dict[Key, float] = {}  # in this order
         self._pools: tuple[ThreadPoolExecutor, ...] = ()
 
-    def enter(self, grammar: str, eos_ids: Sequence[int], output: Sequence[int], *, goes_on: bool) -> Constraint:
+    def enter(
+        self, grammar: str, eos_ids: Sequence[int], output: Sequence[int], *, goes_on: bool, greedy: bool = False
+    ) -> Constraint:
         """Of a row with this output so far; or one that was late, of this or another row: its work goes on."""
         key = grammar, tuple(eos_ids), tuple(output), goes_on
         if key in self._late:
             constraint = self._late[key].pop()
-            constraint.late = False
+            constraint.late, constraint.greedy = False, greedy
             if not self._late[key]:
                 self._forget(key)
             return constraint
         self._forget_old()
         constraint = Constraint(self.size, eos_ids, goes_on=goes_on, grammar=grammar, output=output)
+        constraint.greedy = greedy
         constraint.ready = self._threads()[COMPILING].submit(self._begin, constraint, grammar)
         return constraint
 
@@ -280,6 +286,8 @@ class Constraints:
                 constraint.ready = ready
         elif not self.ahead:
             for constraint, _ in drawn:
+                if not constraint.slow:
+                    constraint.settle(look=False)  # what it touches is in the caches now, and won't be after a step
                 self._aside(constraint)
 
     def _aside(self, constraint: Constraint) -> None:
@@ -288,13 +296,11 @@ class Constraints:
             constraint.ready = self._threads()[ASIDE].submit(_settle_beside, constraint)
 
     def bind(
-        self, bound: Sequence[tuple[int, Constraint]], logits: Any, draw: Callable[[int], Draw] | None = None,
-        greedy: Container[int] = (),
-    ) -> tuple[dict[int, str], dict[int, int]]:  # fmt: skip
+        self, bound: Sequence[tuple[int, Constraint]], logits: Any, draw: Callable[[int], Draw] | None = None
+    ) -> tuple[dict[int, str], dict[int, int]]:
         """Draw from these lines of logits, or ban what may not be drawn. draw: makes that of `Constraint.draw`, for
-        each thread; greedy: lines whose greatest logit is drawn where it may come. Returns errors by line, of which one
-        that is empty is of a row that is late, and has `late` from now on; and, by line, what is drawn, of which `take`
-        isn't to be told."""
+        each thread. Returns errors by line, of which one that is empty is of a row that is late, and has `late` from
+        now on; and, by line, what is drawn, of which `take` isn't to be told."""
         waiting = [constraint for _, constraint in bound if constraint.ready is not None and not constraint.late]
         alone = self.ahead or len(waiting) == len(logits)
         deadline = time.monotonic() + (PATIENCE if alone else BESIDE) if waiting else 0.0
@@ -318,15 +324,17 @@ class Constraints:
             if constraint.late:
                 errors[line] = ""
                 continue
-            token = constraint.settle(None if self.ahead else logits[line], greedy=line in greedy, look=inline)
+            token = constraint.settle(None if self.ahead else logits, line, look=inline)
             if token is None:
                 masked.append((line, constraint))
                 continue
             drawn[line] = token
             self._aside(constraint)
+        if not masked:
+            return errors, drawn
         # Threads share the interpreter, so they have what takes long without it, and nothing else.
         parts = 1 if inline else max(1, min(self.threads, len(masked) // WORTH_A_THREAD))
-        draws = [draw(part) if draw is not None else None for part in range(parts if masked else 0)]
+        draws = [draw(part) if draw is not None else None for part in range(parts)]
 
         def work(part: int) -> list[tuple[int, Constraint, int | None, str]]:
             found = []

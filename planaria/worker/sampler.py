@@ -143,6 +143,17 @@ class _Row:
         return bans, self.bias_ids, self.bias, ids, counts, *self.penalties
 
 
+class _StepRows(NamedTuple):
+    """Rows that are drawn for together, as indices and by their state; by line those of them of which log-probabilities
+    are asked for, whose logits are changed, and that are bound."""
+
+    at: _Ids
+    states: list[_Row]
+    wanted: list[int]
+    edited: list[int]
+    bound: list[tuple[int, Constraint]]
+
+
 class RowsDrawn(NamedTuple):
     """Rows are drawn for. ready: would `read` not wait? read, once: tokens, in order, and errors by row."""
 
@@ -177,7 +188,8 @@ class Sampler:
         self._drawing: set[int] = set()  # rows that are not greedy
         self._special: set[int] = set()  # see _Row
         self._drew: list[int] = []  # rows, in the last step; until one of them is another
-        self._found: tuple[_Ids, list[_Row]] = _NO_IDS, []
+        self._found = _StepRows(_NO_IDS, [], [], [], [])  # of those
+        self._logits: Any = None  # that were right, in the last step: mostly they are in the same place
         # By row, in the form the kernels read.
         self._scales = np.zeros(max_rows, np.float32)  # log2(e) / temperature, 0 for greedy
         self._top_k = np.zeros(max_rows, np.int64)
@@ -185,6 +197,7 @@ class Sampler:
         self._limits = np.zeros(max_rows, np.float32)  # -log2(min_p)
         self._seeds = np.zeros(max_rows, np.uint64)
         self._positions = np.zeros(max_rows, np.int64)
+        self._position_of = self._positions.data  # far quicker for one, where caches are cold
 
     def warm_up(self) -> None:
         """Load the kernels now (a few ms; the first time on a machine they are compiled, seconds). May be left out."""
@@ -217,7 +230,10 @@ class Sampler:
             if self.constraints is None:
                 raise ValueError("this sampler follows no grammars")
             output = fresh.tokens[fresh.num_prompt :]
-            state.constraint = self.constraints.enter(params.grammar, fresh.eos_ids, output, goes_on=params.ignore_eos)
+            state.constraint = self.constraints.enter(
+                params.grammar, fresh.eos_ids, output, goes_on=params.ignore_eos,
+                greedy=params.greedy and not self.plain,
+            )  # fmt: skip
         (self._special.add if state.special else self._special.discard)(row)
         self._scales[row] = 0.0 if params.greedy else sampling.LOG2E / params.temperature
         (self._drawing.discard if params.greedy else self._drawing.add)(row)
@@ -232,10 +248,17 @@ class Sampler:
             self._loading = threading.Thread(target=self._load_behind, name="sampler-kernels", daemon=True)
             self._loading.start()
 
-    def _of(self, rows: list[int]) -> tuple[_Ids, list[_Row]]:
-        """As indices, and their states: mostly those of the step before."""
+    def _of(self, rows: list[int]) -> _StepRows:
+        """Mostly those of the step before."""
         if rows != self._drew:
-            self._drew, self._found = list(rows), (np.array(rows), [self._rows[row] for row in rows])
+            states = [self._rows[row] for row in rows]
+            special = [(i, state) for i, state in enumerate(states) if state.special]
+            self._drew, self._found = list(rows), _StepRows(
+                np.array(rows), states,
+                [i for i, state in special if state.params.logprobs is not None],
+                [i for i, state in special if state.edits],
+                [(i, state.constraint) for i, state in special if state.constraint is not None],
+            )  # fmt: skip
         return self._found
 
     def prepare(self, rows: list[int]) -> None:
@@ -276,11 +299,7 @@ class Sampler:
             return [], {}, {}
         if lines is not None and (self.plain or not (self._special | self._drawing).isdisjoint(rows)):
             logits, lines = logits[lines], None
-        at, states = self._of(rows)
-        special = [i for i, row in enumerate(rows) if row in self._special] if self._special else []
-        wanted = [i for i in special if states[i].params.logprobs is not None]
-        edited = [i for i in special if states[i].edits]
-        bound = [(i, constraint) for i in special if (constraint := states[i].constraint) is not None]
+        _, states, wanted, edited, bound = self._of(rows)
         raw = logits if wanted and not edited and not bound and len(wanted) == len(rows) else None
         if wanted and raw is None:
             raw = self._copy(logits, wanted)
@@ -299,7 +318,8 @@ class Sampler:
             for i, count, entry in zip(wanted, counts, entries, strict=True):
                 if i not in failed:
                     logprobs[rows[i]] = TokenLogprobs(entry.token, entry.logprob, entry.rank, entry.top[:count])
-        self._positions[at] += 1
+        for row in rows:
+            self._position_of[row] += 1
         for i in edited:
             states[i].history.append(tokens[i])
             if (seen := states[i].seen) is not None:
@@ -324,10 +344,11 @@ class Sampler:
         """`_choose`, where constraints bind some of the lines. They move on by what was drawn."""
         constraints = self.constraints
         assert constraints is not None
-        refused, clear = self._bind(logits, rows, bound, {i for i, _ in bound if rows[i] not in self._drawing})
+        refused, clear = self._bind(logits, rows, bound)
         for i in refused:
             if not refused[i]:
                 states[i].constraint = constraints.late  # its own may be another row's by the next step
+                self._drew = []
         if len(clear) == len(rows):
             return [clear[i] for i in range(len(rows))], {}
         tokens, failed = self._choose(logits, rows, states, clear)
@@ -349,14 +370,14 @@ class Sampler:
                 sampling.edit(logits[i], *change)
 
     def _bind(
-        self, logits: Any, rows: list[int], bound: list[tuple[int, Constraint]], greedy: set[int]
+        self, logits: Any, rows: list[int], bound: list[tuple[int, Constraint]]
     ) -> tuple[dict[int, str], dict[int, int]]:
-        """Draw for these lines, or ban what grammars don't allow, in place. greedy: of these lines those that are.
-        Returns errors by line, and the tokens that are drawn."""
+        """Draw for these lines, or ban what grammars don't allow, in place. Returns errors by line, and the tokens that
+        are drawn."""
         assert self.constraints is not None
         kernels = self._kernels
         draw = None if kernels is None else lambda part: kernels.allowed(logits, rows, part)
-        return self.constraints.bind(bound, logits, draw, greedy)
+        return self.constraints.bind(bound, logits, draw)
 
     def _choose(
         self, logits: Any, rows: list[int], states: list[_Row], clear: Mapping[int, int] | None = None
@@ -393,8 +414,10 @@ class Sampler:
         return np.take(logits, lines, axis=0, out=self._copies[: len(lines)], mode="clip")
 
     def _checked(self, logits: Any, lines: int) -> Any:
-        self._check(logits, lines, logits.dtype == np.float32)
-        return np.ascontiguousarray(logits)
+        if logits is not self._logits or len(logits) != lines:
+            self._check(logits, lines, logits.dtype == np.float32)
+            self._logits = np.ascontiguousarray(logits)
+        return self._logits
 
     def _check(self, logits: Any, lines: int, single: bool) -> None:
         if not single or logits.shape != (lines, self.vocab_size):
@@ -452,6 +475,8 @@ class _Kernels:
         self._pool = ThreadPoolExecutor(threads - 1, "sampler") if threads > 1 else None
         self._tables = tables
         self._addresses = [table.ctypes.data for table in tables]
+        self._logits: Any = None  # and where those are; to ask an array takes long where caches are cold
+        self._address = 0
         self.edit = self._library.edit
 
     def close(self) -> None:
@@ -479,10 +504,12 @@ class _Kernels:
         """part: of the threads, each of which has its own."""
         while len(self._scratch) <= part:
             self._scratch.append(Scratch(logits.shape[1]))
-        sample = self._library.allowed(logits, self._scratch[part], self._addresses)
+        if logits is not self._logits:
+            self._logits, self._address = logits, logits.ctypes.data
+        scratch, address, size, settings = self._scratch[part], self._address, logits.shape[1], self._addresses
 
         def draw(line: int, allowed: int) -> tuple[int, str]:
-            token, flag = sample(line, rows[line], allowed)
+            token, flag = self._library.allowed(address, size, line, rows[line], allowed, settings, scratch)
             return token, _SAID[flag]
 
         return draw

@@ -227,4 +227,6 @@ def make_speculation(
 def _lines(logits: Any, rows: list[int], lines: list[int]) -> tuple[Any, list[int], list[int] | None]:
     """What `Sampler.sample` is told. lines: rising."""
     first, end = lines[0], lines[-1] + 1
-    return (logits[first:end], rows, None) if end - first == len(lines) else (logits, rows, lines)
+    if end - first != len(lines):
+        return logits, rows, lines
+    return logits if end - first == len(logits) else logits[first:end], rows, None

@@ -49,7 +49,7 @@ class TorchSampler(Sampler):
 
     def _stage(self, drawer: Drawer, rows: list[int]) -> None:
         settings = self._scales, self._limits, self._top_k, self._top_p, self._seeds, self._positions
-        drawer.stage(rows, self._of(rows)[0], settings, again=not self._entered)
+        drawer.stage(rows, self._of(rows).at, settings, again=not self._entered)
         self._entered = False
 
     @torch.inference_mode()
@@ -59,9 +59,9 @@ class TorchSampler(Sampler):
 
     @torch.inference_mode()
     def _bind(
-        self, logits: Any, rows: list[int], bound: list[tuple[int, Constraint]], greedy: set[int]
+        self, logits: Any, rows: list[int], bound: list[tuple[int, Constraint]]
     ) -> tuple[dict[int, str], dict[int, int]]:
-        return super()._bind(logits, rows, bound, set())
+        return super()._bind(logits, rows, bound)
 
     def _choose(
         self, logits: Any, rows: list[int], states: list[Any], clear: Mapping[int, int] | None = None
@@ -102,7 +102,7 @@ class TorchSampler(Sampler):
     def begin(self, logits: Any, rows: list[int]) -> RowsDrawn:
         assert self.drawer is not None
         logits = self._checked(logits, len(rows))
-        at, _ = self._of(rows)
+        at = self._of(rows).at
         self._draw(self.drawer, logits, rows)
         drawn = self.drawer.send(len(rows))
         self._positions[at] += 1
