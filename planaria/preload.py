@@ -22,7 +22,7 @@ WORKER = (
     "planaria.worker.sampler", "planaria.worker.stage", "zmq",
 )  # fmt: skip
 NATIVE = "planaria.kernels.cpu.ops", "llvmlite.binding"
-FOREIGN = ("planaria.hf.model",)
+FOREIGN = "planaria.hf.model", *NATIVE
 PLAIN = "planaria.kernels.reference", "planaria.worker.torch_sampler"
 GLOO = ("planaria.mesh.gloo",)  # and torch
 

@@ -345,7 +345,7 @@ def _of_model(options: EngineOptions, question: PlanCase) -> PlanCase:
     element = 4 if device.dtype == "float32" else 2
     kept = _parameter(checkpoint, model, device.quantization == "keep", element)
     backend = parallel.distributed_executor_backend
-    own = parallel.over_nodes or model.foreign is not None  # see hosts/weights.py; for oneDNN
+    own = parallel.over_nodes or model.foreign is not None  # see hosts/weights.py; Transformers' code packs its own
     shared = device.platform.on_host and backend in ("uni", "mp") and not own
     demand = Demand(model, parallel, {
         "parameter": PACKED.get(device.quantization, kept), "element": element,

@@ -15,7 +15,10 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from planaria.errors import ModelError
-from planaria.kernels.reference import SequenceGroup, SlotKV, StepTensors, attended
+from planaria.kernels.cpu.caches import PagedKV
+from planaria.kernels.cpu.direct import DirectAttention, DirectOps, takes
+from planaria.kernels.reference import SequenceGroup, SlotKV, StepTensors, TorchOps, attended
+from planaria.models.config import AttendingLayer
 
 NAME = "planaria"
 PLAIN = {  # what says nothing more than the mask does, or nothing that a step changes
@@ -24,6 +27,7 @@ PLAIN = {  # what says nothing more than the mask does, or nothing that a step c
 }  # fmt: skip
 
 LOOKED = 64  # positions that a mask is tried on
+NEIGHBOURS = 16  # and at each place of a long text
 Sees = Callable[[Any, Any, Tensor, Tensor], Tensor]  # row, head, positions of queries, of keys -> bool
 
 
@@ -33,6 +37,7 @@ class Mask:
     def __init__(self, sees: Sees) -> None:
         self.sees = sees
         self._groups: list[tuple[SequenceGroup, Tensor]] = []
+        self._window: list[int | None] | None = None
 
     def groups(self, step: StepTensors, block_size: int) -> list[tuple[SequenceGroup, Tensor]]:
         """The step's sequences by number of new tokens, and [B, 1, Q, L] of each group. Made once."""
@@ -43,11 +48,37 @@ class Mask:
     def causal(self) -> bool:
         """Does no token see a later one?"""
         place = torch.arange(LOOKED)
+        seen = self._seen(place, LOOKED)
+        return seen is None or not (seen & (place[None] > place[:, None])).any()
+
+    def window(self, longest: int) -> int | None:
+        """How many keys tokens of texts of so many positions see, which end with their own, as far as some show who are
+        next to each other at the beginning, in the middle and at the end; 0: all up to that; None: others."""
+        if self._window is None:
+            self._window = [self._found(longest)]
+        return self._window[0]
+
+    def _found(self, longest: int) -> int | None:
+        many, widths, most = min(NEIGHBOURS, longest), set[int](), 0
+        for first in (many, longest // 3, longest // 2, longest):
+            for place in range(max(first, many) - many, max(first, many)):
+                seen = self._seen(torch.tensor([place]), longest)
+                keys = seen[0].nonzero()[:, 0] if seen is not None else torch.tensor([-1])
+                count = len(keys)
+                if not count or keys[-1] != place or keys[0] != place - count + 1:
+                    return None
+                most = max(most, count)
+                if count <= place:
+                    widths.add(count)
+        return 0 if not widths else most if widths == {most} else None
+
+    def _seen(self, places: Tensor, keys: int) -> Tensor | None:
+        """bool [places, keys]; None: it looks at what has no values."""
+        shape = len(places), keys
         try:
-            seen = self.sees(0, 0, place[:, None], place[None])
-        except (RuntimeError, NotImplementedError):  # it looks at what has no values
-            return True
-        return not (seen & (place[None] > place[:, None])).any()
+            return self.sees(0, 0, places[:, None], torch.arange(keys)[None]).expand(shape)
+        except (RuntimeError, NotImplementedError):
+            return None
 
     def _of(self, group: SequenceGroup) -> Tensor:
         key = torch.arange(group.slots.shape[1], device=group.slots.device)[None, None, None]
@@ -55,10 +86,15 @@ class Mask:
 
 
 class PagedAttention:
-    """Of one layer. `step` is the one that is computed."""
+    """Of one layer. `step` is the one that is computed. kernels: of CPUs, where their cache is what it has."""
 
-    kv: SlotKV
+    kv: SlotKV | PagedKV
     step: StepTensors
+    kernels: DirectOps | None = None
+
+    def __init__(self, shape: AttendingLayer) -> None:
+        self.shape = shape
+        self._recorded: dict[tuple[Any, ...], tuple[DirectAttention, object]] = {}
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, mask: object, *, scaling: float | None = None,
@@ -68,6 +104,8 @@ class PagedAttention:
         check(mask, given)
         assert isinstance(mask, Mask)
         q, scale = query[0].transpose(0, 1), query.shape[-1] ** -0.5 if scaling is None else scaling
+        if isinstance(self.kv, PagedKV):
+            return self._by_kernels(query, key, value, self.kv, scale, softcap or 0.0, s_aux)
         keys, values = self.kv.keys[..., : key.shape[-1]], self.kv.values[..., : value.shape[-1]]
         self.step.store(keys, key[0].transpose(0, 1).to(keys.dtype))
         self.step.store(values, value[0].transpose(0, 1).to(values.dtype))
@@ -86,6 +124,39 @@ class PagedAttention:
         for group, sees in groups:
             out[group.rows] = seen(group, sees, q[group.rows])
         return out[None]
+
+    def make_kv(self, ops: TorchOps, kernels: DirectOps | None, num_blocks: int, block_size: int) -> None:
+        """kernels: of CPUs, which compute what they can."""
+        heads, width = self.shape.heads, self.shape.width
+        self._recorded.clear()
+        self.kernels = kernels if self.shape.window is not None and takes(width, block_size) else None
+        if self.kernels is None:
+            self.kv = ops.kv_layer(num_blocks, block_size, heads, width)
+        else:
+            self.kernels.kv_part = ops.kv_part
+            self.kv = self.kernels.kv_layer(num_blocks, block_size, heads, width)
+
+    def drop_kv(self) -> None:
+        """Let the cache's memory go."""
+        self._recorded.clear()
+        del self.kv
+
+    def _by_kernels(
+        self, query: Tensor, key: Tensor, value: Tensor, kv: PagedKV, scale: float, cap: float, sinks: Tensor | None
+    ) -> Tensor:  # fmt: skip
+        assert self.kernels is not None
+        batch, dtype = self.step.batch, getattr(torch, self.kernels.dtype)
+        new = torch.cat([key[0].transpose(0, 1), value[0].transpose(0, 1)], 1).to(dtype)
+        q = query[0].transpose(0, 1).to(dtype).contiguous()
+        out = torch.empty_like(q)
+        asked = id(batch), q.shape[1], scale, cap, None if sinks is None else sinks.data_ptr()
+        if asked not in self._recorded:
+            sunk = None if sinks is None else self.kernels.vector(sinks.detach().float().numpy())
+            window = self.shape.window or None
+            recorded = self.kernels.attention(batch, kv, q.shape[1], scale, window, cap, sunk)
+            self._recorded[asked] = recorded, sinks  # that stays where it is
+        self._recorded[asked][0](new.data_ptr(), q.data_ptr(), out.data_ptr())
+        return out.to(query.dtype)[None]
 
 
 def check(mask: object, given: dict[str, object]) -> None:

@@ -19,6 +19,7 @@ from planaria.hf.attention import NAME, Mask, check, register
 from planaria.hf.cut import cut, most_ranks, plan_of
 
 TOKENS = 8  # of the run
+LONG = 1 << 17  # positions of a text, where nobody says how many it may have
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # of `layer_types`
 OWN_WAYS = "its layers attend in ways of their own, not by Transformers' attention interface"
 CHANGING = ("dynamic", "longrope")  # rotary embeddings that look at the longest text of a step
@@ -27,8 +28,9 @@ CHANGING = ("dynamic", "longrope")  # rotary embeddings that look at the longest
 class AttentionLog:
     """In place of every layer's attention."""
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, int, int]] = []  # module, key heads, columns of keys or of values
+    def __init__(self, longest: int) -> None:
+        self.longest = longest  # positions of a text
+        self.calls: list[tuple[Any, int, int, int | None]] = []  # module, and of an AttendingLayer what follows
         self.heads = 0
 
     def __call__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: object, **given: Any) -> Tensor:
@@ -41,7 +43,8 @@ class AttentionLog:
         if key.shape[2] != query.shape[2]:
             raise ModelError("its layers attend to more than the step's own tokens")
         self.heads = max(self.heads, query.shape[1])
-        self.calls.append((module, key.shape[1], max(key.shape[-1], value.shape[-1])))
+        window = mask.window(self.longest) if key.shape[-1] == value.shape[-1] else None
+        self.calls.append((module, key.shape[1], max(key.shape[-1], value.shape[-1]), window))
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
 
 
@@ -101,7 +104,8 @@ def look(fields: dict[str, Any]) -> dict[str, Any]:
     return {
         "foreign": {
             "layers": [
-                {"module": names[id(module)], "heads": heads, "width": width} for module, heads, width in recorder.calls
+                {"module": names[id(module)], "heads": heads, "width": width, "window": window}
+                for module, heads, width, window in recorder.calls
             ],
             "parameters": parameters,
             "tensor_ranks": ranks,
@@ -127,7 +131,7 @@ def _ranks(model: Any, log: AttentionLog) -> tuple[int, str]:
 
 
 def _run(model: Any) -> AttentionLog:
-    recorder = AttentionLog()
+    recorder = AttentionLog(getattr(model.config.get_text_config(), "max_position_embeddings", None) or LONG)
     for module in model.modules():
         module.paged = lambda *given, own=module, **more: recorder(own, *given, **more)
     tokens = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")

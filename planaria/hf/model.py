@@ -21,6 +21,7 @@ from planaria.hf.attention import NAME, PagedAttention, register
 from planaria.hf.cut import cut, divided, plan_of
 from planaria.hf.look import configured, made
 from planaria.hf.packed import packing
+from planaria.kernels.cpu.direct import DirectOps
 from planaria.kernels.reference import TorchOps
 from planaria.layers.weights import Packings
 from planaria.models.config import AttendingLayer, Foreign, ModelConfig
@@ -35,7 +36,8 @@ class TransformersModel:
     ) -> None:
         self.config, self.net, self.shard, self._ops = config, net, shard, ops
         self.shapes = self._cut(foreign.layers, *ranks) if ranks[1] > 1 else foreign.layers
-        self.layers = [PagedAttention() for _ in self.shapes]
+        self.layers = [PagedAttention(shape) for shape in self.shapes]
+        self.kernels = DirectOps(str(ops.dtype).removeprefix("torch.")) if ops.device.type == "cpu" else None
         for layer, shape in zip(self.layers, self.shapes, strict=True):
             net.get_submodule(shape.module).paged = layer
         self.blocks: Sequence[Any] = ()  # of experts that are dealt whole
@@ -84,6 +86,8 @@ class TransformersModel:
 
     def _inputs(self, ops: TorchOps) -> dict[str, Any]:
         next(self.to_pack, None)
+        if self.kernels is not None:
+            self.kernels.use_threads(torch.get_num_threads())
         for layer in self.layers:
             layer.step = ops.step
         tokens = ops.step.tokens[None]
@@ -94,8 +98,8 @@ class TransformersModel:
 
     def make_kv(self, num_blocks: int, block_size: int) -> None:
         """Give every layer a cache of `num_blocks` blocks of `block_size` tokens; an earlier one goes."""
-        for layer, shape in zip(self.layers, self.shapes, strict=True):
-            layer.kv = self._ops.kv_layer(num_blocks, block_size, shape.heads, shape.width)
+        for layer in self.layers:
+            layer.make_kv(self._ops, self.kernels, num_blocks, block_size)
 
     def kv_blocks(self) -> list[npt.NDArray[np.uint8]]:
         """The caches' memory on a CPU: of each one [blocks, bytes]."""
@@ -104,7 +108,7 @@ class TransformersModel:
     def drop_kv(self) -> None:
         """Let the caches' memory go; there is no step until `make_kv`."""
         for layer in self.layers:
-            del layer.kv
+            layer.drop_kv()
 
     def kv_block_bytes(self, block_size: int) -> int:
         """Bytes of one block over all layers."""
@@ -126,8 +130,8 @@ def read(
     model = TransformersModel(config, net, config.foreign, shard, ops, ranks)
     if packings is not None:
         _share(net, packings)
-    if ops.device.type == "cpu" and (packings is None or packings.whole):
-        model.to_pack = packing(net)
+    if model.kernels is not None and (packings is None or packings.whole):
+        model.to_pack = packing(net, model.kernels)
     if packings is None:
         deque(model.to_pack, maxlen=0)
     return model

@@ -110,7 +110,7 @@ class StepTensors:
     shares, first = False, 0
 
     def __init__(self, batch: Batch, device: torch.device) -> None:
-        self.device = device
+        self.device, self.batch = device, batch
         tokens, sequences, self.samples, self.all_tokens = (int(n) for n in batch.counts[:4])
         every, step_samples = (int(n) for n in batch.step.counts[[0, 2]])
         self.first, self.shares = int(batch.counts[6]), batch.step is not batch

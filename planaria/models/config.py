@@ -74,11 +74,14 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttendingLayer(msgspec.Struct, frozen=True):
-    """module: which of the model's attends. heads, width: of what it caches of a token, keys and values each."""
+    """module: which of the model's attends. heads, width: of what it caches of a token, keys and values each. window:
+    keys that a token sees, which end with its own; 0: all up to that; None: others, or keys and values differ in width.
+    """
 
     module: str
     heads: int
     width: int
+    window: int | None = None
 
 
 class Foreign(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,10 +20,12 @@ from planaria.config.options import EngineOptions
 from planaria.config.resolve import other_weights, resolve
 from planaria.errors import ConfigError, ModelError
 from planaria.hf import look
+from planaria.hf.attention import Mask, Sees
 from planaria.hf.model import TransformersModel, read
-from planaria.hf.packed import PackedLinear
+from planaria.hf.packed import PackedWeight
 from planaria.hosts.weights import UnwrittenPart, WeightsMemory
-from planaria.kernels.reference import TorchOps
+from planaria.kernels.cpu.caches import PagedKV
+from planaria.kernels.reference import SlotKV, TorchOps
 from planaria.models.config import Foreign, ModelConfig
 from planaria.models.shard import Shard
 from planaria.worker.tensor_weights import TensorWriting, mapped_tensors
@@ -131,9 +133,35 @@ def test_the_tokens_of_generate(family: str, tmp_path: Path) -> None:
     checkpoint, config = foreign_model(folder)
     assert config.foreign is not None and config.num_parameters == load_reference(folder).num_parameters()
     ops = TorchOps()
-    model = packed_by_another(config, checkpoint, ops)
-    assert driven(Driver(model, ops), PROMPTS) == generated(folder, PROMPTS)
+    model, wanted = packed_by_another(config, checkpoint, ops), generated(folder, PROMPTS)
+    windows = [layer.window for layer in config.foreign.layers]
+    assert driven(Driver(model, ops, block_size=16), PROMPTS) == wanted
+    assert [type(layer.kv) is PagedKV for layer in model.layers] == [window is not None for window in windows]
     model.drop_kv()
+    assert driven(Driver(model, ops, block_size=8), PROMPTS) == wanted  # which the kernels' caches don't have
+    assert all(type(layer.kv) is SlotKV for layer in model.layers)
+    model.drop_kv()
+
+
+def test_which_keys_a_mask_shows() -> None:
+    """All, or so many of the last; what is neither is left to torch."""
+
+    def window(sees: Sees, longest: int = 4096) -> int | None:
+        return Mask(sees).window(longest)
+
+    def causal(row: Any, head: Any, query: Any, key: Any) -> Any:
+        return key <= query
+
+    def last(count: int) -> Sees:
+        return lambda row, head, query, key: (key <= query) & (key > query - count)
+
+    assert window(causal) == window(last(4096)) == window(causal, 3) == 0
+    assert [window(last(count)) for count in (1, 8, 1000, 4095)] == [1, 8, 1000, 4095]
+    assert window(lambda row, head, query, key: (key <= query) & (key // 64 == query // 64)) is None
+    assert window(lambda row, head, query, key: (key <= query) & (key % 3 != 1)) is None
+    assert window(lambda row, head, query, key: (key <= query) & ((query < 2000) | (key > query - 8))) is None
+    assert window(lambda row, head, query, key: key < query) is None
+    assert window(lambda row, head, query, key: torch.zeros(4, device="meta").sum() > key) is None
 
 
 def refusal(kind: str, **fields: Any) -> str:
@@ -237,20 +265,27 @@ def test_hidden_states_are_those_of_the_logits(tmp_path: Path) -> None:
     torch.testing.assert_close(Driver(alone, ops).step({0: PROMPTS[1]})[0], wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_weights_of_products_are_packed(tmp_path: Path) -> None:
-    """But those that another module has, too; who asks for one sees it as it was."""
-    for tied in (False, True):
-        folder = write_checkpoint(tmp_path / str(tied), "olmo", tie_word_embeddings=tied)
-        checkpoint, config = foreign_model(folder)
-        model, plain = read(config, checkpoint, TorchOps(), Shard.full(config)), load_reference(folder)
-        names = {name for name, module in plain.named_modules() if type(module) is torch.nn.Linear}
-        packed = {name for name, module in model.net.named_modules() if type(module) is PackedLinear}
-        assert "lm_head" in names and packed == names - ({"lm_head"} if tied else set())
-        assert model.weight_bytes == sum(p.nbytes for p in (*plain.parameters(), *model.net.buffers()))
-        for old, new in ((plain.get_submodule(name), model.net.get_submodule(name)) for name in names):
-            assert torch.equal(new.weight, old.weight)
-            x = torch.randn(3, 5, old.in_features)
-            assert torch.allclose(new(x), old(x), atol=1e-5)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_of_products_are_packed(tied: bool, dtype: str, tmp_path: Path) -> None:
+    """Also one that an embedding has; who asks for one sees it as it was."""
+    folder = write_checkpoint(tmp_path, "phi", tie_word_embeddings=tied)
+    checkpoint, config = foreign_model(folder)
+    model = read(config, checkpoint, TorchOps(dtype=dtype), Shard.full(config))
+    plain, close = load_reference(folder).to(getattr(torch, dtype)), 1e-5 if dtype == "float32" else 0.05
+    names = {name for name, module in plain.named_modules() if type(module) is torch.nn.Linear}
+    packed = {name: module for name, module in model.net.named_modules() if isinstance(module, PackedWeight)}
+    assert "lm_head" in names and packed.keys() == names | ({"model.embed_tokens"} if tied else set())
+    assert model.weight_bytes == sum(p.nbytes for p in (*plain.parameters(), *model.net.buffers()))
+    for name, module in packed.items():
+        old = plain.get_submodule(name)
+        assert torch.equal(module.weight, old.weight)
+        given = torch.randn(3, 5, old.in_features, dtype=old.weight.dtype) if name in names else torch.arange(131)[None]
+        with torch.no_grad():
+            torch.testing.assert_close(module(given), old(given), atol=close, rtol=close)
+    wide = torch.randn(2, 64, dtype=torch.float64)
+    with pytest.raises(RuntimeError):  # as torch itself
+        packed["lm_head"](wide)
 
 
 def test_drafts_sleep_and_other_weights(tmp_path: Path) -> None:

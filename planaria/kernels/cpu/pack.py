@@ -50,6 +50,10 @@ class Packed:
     bias: npt.NDArray[Any]
 
     @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.columns
+
+    @property
     def address(self) -> int:
         return int(self.data.ctypes.data)
 
