@@ -57,7 +57,7 @@ TYPED = (
     ("--allowed-methods '[\"GET\"]'", "--cors-method GET", ""),
     ("--allowed-headers '[\"*\"]'", "--cors-header *", ""),
     ("--allow-credentials", "--cors-credentials", ""),
-    ("--enforce-eager", "", "No effect, one line says so: see below."),
+    ("--enforce-eager", "", "No effect, one line says so. A GPU records steps that come again; no start waits for it."),
     ("-q gguf", "--quantization auto", "A GGUF file's packed weights are kept."),
     (
         "-q awq",
