@@ -355,11 +355,16 @@ def graphs() -> None:
 
 
 def graphs_further() -> None:
-    """Of stages, and of steps in which rows have adapters, or choose experts."""
-    for stage in range(2):
-        recorded(SMALL, stage=stage, stages=2)
-    recorded({**UNWINDOWED, "num_hidden_layers": 1}, adapts=True)
-    recorded({**MIXTURE, "num_hidden_layers": 1})
+    """Of stages, the last of steps in which rows have adapters."""
+    recorded(SMALL, stage=0, stages=2)
+    recorded(SMALL, stage=1, stages=2, adapts=True)
+
+
+def graphs_many() -> None:
+    """Rows that have adapters, or choose experts, in recordings of several shapes."""
+    recorded(SMALL, stage=1, stages=2)
+    for config, adapts in ((UNWINDOWED, True), (MIXTURE, False)):
+        recorded({**config, "num_hidden_layers": 1}, adapts=adapts)
 
 
 def moved_experts() -> None:
@@ -557,7 +562,8 @@ def ahead() -> None:
 CASES: dict[str, Callable[[], None]] = {
     "attention": attention_few, "attention_many": attention_many, "norms": norms, "ropes": ropes, "gates": gates,
     "packed": packed_few, "packed_many": packed_many, "model": whole_model,
-    "graphs": graphs, "graphs_further": graphs_further, "moved_experts": moved_experts, "adapters": adapters,
+    "graphs": graphs, "graphs_further": graphs_further, "graphs_many": graphs_many,
+    "moved_experts": moved_experts, "adapters": adapters,
     "adapters_many": lambda: adapters((1, 16, 18, 40)), "drawing": drawing,
     "ahead": ahead, "real": real,
     "drawing_many": lambda: drawing((1, 2, 3, 31, 32, 33, 100, 500, 64, 7) * 4),

@@ -28,6 +28,11 @@ from tests.model.tensors import CpuOps, dequantise, random_blocks
 
 ISAS = ["avx512_bf16", "avx512", "generic"]
 FLAVOURS = [(dtype, isa) for dtype in ("bfloat16", "float32") for isa in ISAS]
+EACH_KIND = [  # by each instruction set, in one of both dtypes
+    pytest.param(flavour, kind, marks=() if (i + j) % 2 else pytest.mark.long, id="-".join((*flavour, kind)))
+    for i, kind in enumerate(KINDS)
+    for j, flavour in enumerate(FLAVOURS)
+]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -188,7 +193,7 @@ def test_gated(ops: CpuOps, half: int, rows: int) -> None:
 
 
 @pytest.mark.parametrize("skip", [0, 96])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("ops", "kind"), EACH_KIND, indirect=["ops"])
 def test_packed_weights(ops: CpuOps, kind: str, skip: int) -> None:
     """Those of superblocks also as a tensor rank has them, cut inside of one."""
     if skip and not KINDS[kind].small:
@@ -216,7 +221,9 @@ def test_packed_weights(ops: CpuOps, kind: str, skip: int) -> None:
     assert torch.allclose(ops.compile(lambda o: o.embed(w), x.batch)(), plain[[0, 199, 17]], rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["q5_0", "q4_k", "q6_k"])
+@pytest.mark.parametrize(
+    ("ops", "kind"), [each for each in EACH_KIND if each.values[1] in ("q5_0", "q4_k", "q6_k")], indirect=["ops"]
+)
 def test_packed_weights_hide_nothing_of_a_row_that_is_not_finite(ops: CpuOps, kind: str) -> None:
     x = rand(3, 64)
     x[1, 40] = torch.nan

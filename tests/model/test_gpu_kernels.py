@@ -37,7 +37,9 @@ def test_every_kernel_once() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", ["adapters", "attention", "packed", "model", "norms", "ropes", "gates", "drawing"])
+@pytest.mark.parametrize(
+    "case", ["adapters", "attention", "packed", "model", "norms", "ropes", "gates", "drawing", "graphs"]
+)
 def test_in_all_dtypes_and_odd_shapes(case: str) -> None:
     interpreted(f"{case}_many")
 

@@ -21,7 +21,18 @@ import psutil
 import pytest
 
 from tests.proc.custom import POISON
-from tests.proc.servers import PATIENCE, PATIENT, SOON, Server, alive, needs_smollm2, planaria, titled, wait_until
+from tests.proc.servers import (
+    PATIENCE,
+    PATIENT,
+    SOON,
+    Server,
+    alive,
+    needs_smollm2,
+    planaria,
+    planaria_here,
+    titled,
+    wait_until,
+)
 from tests.proc.test_engine_death import HASH, Outcome, counting, expected, health, run  # noqa: F401
 from tests.proc.test_fleet import all_ready, at, fleet, states
 
@@ -198,7 +209,7 @@ def test_scaling_while_streams_run(server: Server) -> None:
         assert outcomes == expected and answer["start"] == [1] and len(server.engine_pids()) == 2
         outcomes, answer = streams(1, 60)
         assert outcomes == expected and answer["moved"] == 0 and answer["phases"]["drain"] > 0
-    done = planaria("scale", "--dp", "2", "--url", server.url)
+    done = planaria_here("scale", "--dp", "2", "--url", server.url)
     assert done.returncode == 0 and "1 -> 2 engines, committed" in done.stdout
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from planaria.server import dashboard
 from tests.model.checkpoints import write_checkpoint
-from tests.proc.servers import Server, needs_smollm2, planaria, wait_until
+from tests.proc.servers import Server, needs_smollm2, planaria_here, wait_until
 from tests.proc.test_engine_death import HASH, health, run
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -98,7 +98,7 @@ def test_the_load_of_experts_is_seen(tmp_path: Path) -> None:
         body = {"model": str(folder), "prompt": [5, 6, 7], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
         assert httpx2.post(server.url + "/v1/completions", json=body, timeout=120).status_code == 200
         page = browse(server, tmp_path, "--dump-dom")
-        said = planaria("experts", "--url", server.url)
+        said = planaria_here("experts", "--url", server.url)
     shown = page.split("<script>")[0]
     assert re.search(r"engine 0 · 2 ranks · load of \d+ steps · balancedness [01]\.\d{3}", shown)
     chart = shown[shown.index('id="experts-0"') :]

@@ -23,7 +23,7 @@ from tests.model.test_families import GPT_OSS
 from tests.proc import experts
 from tests.proc.asking import ask_all
 from tests.proc.experts import ASKED
-from tests.proc.servers import Server, planaria
+from tests.proc.servers import Server, planaria, planaria_here
 from tests.proc.sockets import free_port
 from tests.proc.test_cli import one_line
 from tests.proc.test_context import answers
@@ -141,7 +141,7 @@ def test_a_server_has_one_engine_with_lanes(folder: Path, expected: list[list[in
         assert any("each of 2 ranks has a slice of every expert" in line for line in server.log)
 
         def scale(dp: str) -> None:
-            done = planaria("scale", "--dp", dp, "--url", server.url)
+            done = planaria_here("scale", "--dp", dp, "--url", server.url)
             assert done.returncode == 0 and f"-> {dp} lanes, committed" in done.stdout, done.stderr
 
         for harm in (lambda: os.kill(server.rank_pids()[1], signal.SIGKILL), lambda: scale("1"), lambda: scale("2")):

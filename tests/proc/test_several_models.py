@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from planaria.server.models import LOADED, LOADING
-from tests.proc.servers import PATIENCE, PATIENT, TINY, Server, planaria, wait_until
+from tests.proc.servers import PATIENCE, PATIENT, TINY, Server, planaria, planaria_here, wait_until
 
 PROMPT = [5 + i % 100 for i in range(200)]
 TOKENS = 12
@@ -101,7 +101,7 @@ def test_each_answers_as_itself_and_its_prefixes_return_with_it(
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(PROMPT) // 16 * 16 - 16
         assert tokens_of(again) == expected[name]
         assert [each for each, state in states(server).items() if state == LOADED] == [name]
-    shown = planaria("ps", "--url", server.url)
+    shown = planaria_here("ps", "--url", server.url)
     heading, engine = f"{names[-1]} ({LOADED})", f" {names[-1]} "
     assert heading in shown.stdout and engine in shown.stdout, shown.stdout + shown.stderr
 

@@ -22,8 +22,8 @@ from tests.sim.seeds import FLEETS, history, restart, simulate
 from tests.sim.simulation import Simulation
 from tests.sim.world import Violation
 
-SEEDS, ALL_SEEDS = range(500, 1000), range(10_000)  # by default, and in the long tier
-PART = 250
+SEEDS, ALL_SEEDS = range(600, 800), range(10_000)  # by default, and in the long tier
+PART = 100
 PROCESSES = 2
 NEAR, ENOUGH = 100, 2000  # seeds within which a mutation must be found: from where it soon was, else from 0
 
