@@ -89,6 +89,21 @@ async def test_admin_routes(tokenizer):
     assert await status("root", "10.1.1.1", "root") == 200
 
 
+async def test_a_users_key_opens_nothing_of_the_admins(tokenizer):
+    """Whatever loads, unloads, sleeps, updates or shows more than a user's own: what is documented to answer 403."""
+    app = create_app(FakeEngine(tokenizer), tokenizer, ServerConfig(admin_key="root", api_keys=("user",)))
+    admins = set()
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
+        for route in app.router.routes:
+            said = getattr(route, "documented", None)
+            if said is not None:
+                path = route.path.replace("{response_id}", "x").replace("{model:path}", "x")
+                answer = await http.request(said.method, path, headers={"authorization": "Bearer user"})
+                admins |= {path} if answer.status_code == 401 else set()
+                assert (answer.status_code == 401) == (403 in said.errors), path
+    assert {"/sleep", "/wake_up", "/update_weights", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"} < admins
+
+
 async def test_a_default_proxy_is_not_this_machine(server):
     """`proxy_pass http://127.0.0.1:PORT;` of nginx: its own Host, HTTP/1.0, and no header that tells of the client."""
     reader, writer = await asyncio.open_connection(*server.sock.getsockname())
