@@ -7,13 +7,12 @@ costs a step. No clock and no randomness of its own: who runs steps tells the ti
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
-import numpy.typing as npt
 
 FIRST_GUESS = 0.15  # of a step of one token: what another costs, before it was seen
 MEMORY = 0.9  # of an average: the weight of what was before
@@ -58,21 +57,22 @@ class StepTimes:
     def expected(self, tokens: int) -> float:
         """Never less for more tokens: fewer take no longer than more did, and whatever else ran on a machine only adds.
         0.0: nothing was seen. On a line between those that were seen, and beyond them what a token cost so far."""
-        return float(self.of_sizes(np.array([tokens]))[0])
-
-    def of_sizes(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """`expected`, of several numbers of tokens."""
         known = self._tokens
         if not known:
-            return np.zeros(len(tokens))
+            return 0.0
         if self._seconds is None:
             self._seconds = list(accumulate((self._seen[n] for n in reversed(known)), min))[::-1]
         seconds, first, last = self._seconds, known[0], known[-1]
+        at = bisect_left(known, tokens)
+        if at < len(known) and known[at] == tokens:
+            return seconds[at]
+        if 0 < at < len(known):
+            share = (tokens - known[at - 1]) / (known[at] - known[at - 1])
+            return seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
         start, end = seconds[0], seconds[-1]
         one = start / (1 + FIRST_GUESS * (first - 1))
         slope = (end - start) / (last - first) if last > first else FIRST_GUESS * one
-        found = np.interp(tokens, known, seconds) + slope * np.maximum(tokens - last, 0)
-        return np.maximum(found - slope * np.maximum(first - tokens, 0), one)
+        return end + slope * (tokens - last) if at else max(start - slope * (first - tokens), one)
 
 
 class DraftSizes:
@@ -106,25 +106,36 @@ class DraftSizes:
         good, counted = self._right[row]
         return good / counted
 
+    def may_gain(self, rows: Sequence[int]) -> bool:
+        """Could drafts bring what they must, if there were any number, and all took no longer than one? A no is
+        certain, and takes a tenth of weighing them."""
+        tokens = sum(1 / (1 - min(self.chance(row), 0.999)) for row in rows)
+        now, then = self.times.expected(len(rows)), self.times.expected(len(rows) + 1)
+        return not now or tokens * now > GAIN * len(rows) * then
+
     def dealt(self, rows: Sequence[int], most: int, room: int) -> dict[int, int]:
         """By row, how many drafts it is to have in a step of these rows, in which there is room for so many more
         tokens. Drafts that gain little are left out: they cost those who wait for the rows without any."""
-        found = np.array([self.chance(row) for row in rows])
-        each = found[:, None] ** np.arange(1, most + 1)  # chance that a row's drafts are right up to this one
-        each[each < LEAST] = 0.0
-        order = (-each).ravel().argsort(kind="stable")[: min(room, int((each > 0).sum()))]
-        tokens = len(rows) + np.cumsum(each.ravel()[order])
-        times = self.times.of_sizes(len(rows) + np.arange(len(order) + 1))
-        sizes: dict[int, int] = {}
-        if len(order):
-            rates = tokens / times[1:] if times[0] else tokens
-            best = int(rates.argmax())
-            if rates[best] > (GAIN * len(rows) / times[0] if times[0] else 0.0):
-                counts = np.bincount(order[: best + 1] // most, minlength=len(rows)).tolist()
-                sizes = {row: count for row, count in zip(rows, counts, strict=True) if count}
+        sizes = self._most_gaining(rows, most, room) if self.may_gain(rows) else {}
         for row in rows:
             if row not in sizes:
                 self._idle[row] += 1
                 if self._idle[row] % LOOK_AGAIN == 0 and sum(sizes.values()) < room:
                     sizes[row] = 1
         return sizes
+
+    def _most_gaining(self, rows: Sequence[int], most: int, room: int) -> dict[int, int]:
+        found = np.array([self.chance(row) for row in rows])
+        each = found[:, None] ** np.arange(1, most + 1)  # chance that a row's drafts are right up to this one
+        each[each < LEAST] = 0.0
+        order = (-each).ravel().argsort(kind="stable")[: min(room, int((each > 0).sum()))]
+        tokens = len(rows) + np.cumsum(each.ravel()[order])
+        times = np.array([self.times.expected(len(rows) + more) for more in range(len(order) + 1)])
+        if not len(order):
+            return {}
+        rates = tokens / times[1:] if times[0] else tokens
+        best = int(rates.argmax())
+        if rates[best] <= (GAIN * len(rows) / times[0] if times[0] else 0.0):
+            return {}
+        counts = np.bincount(order[: best + 1] // most, minlength=len(rows)).tolist()
+        return {row: count for row, count in zip(rows, counts, strict=True) if count}

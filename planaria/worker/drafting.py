@@ -6,7 +6,8 @@ draft counts while it equals what was drawn. So it may guess as it likes, from w
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -20,6 +21,8 @@ from planaria.errors import ConfigError
 Ids = npt.NDArray[np.int32]
 MOST_PLACES = 512  # that are voted over, the latest
 KEPT = 1 << 17  # tokens of outputs that have ended, at most
+END = -1  # of an output, among several
+SHORT = 1 << 11  # tokens of a history that is sooner looked through as bytes: arrays take longer where caches are cold
 
 
 class Drafter(Protocol):
@@ -65,20 +68,34 @@ class ReadsHidden(Protocol):
 class _History:
     """Tokens of one row, in memory that grows."""
 
-    __slots__ = ("_ids", "_length", "num_prompt")
+    __slots__ = ("_bytes", "_ids", "_length", "num_prompt")
 
     def __init__(self, tokens: Sequence[int], num_prompt: int) -> None:
         self.num_prompt = num_prompt
         self._length = len(tokens)
-        self._ids: Ids = np.zeros(max(256, 2 * len(tokens)), np.int32)
+        self._hold(max(256, 2 * len(tokens)))
         self._ids[: len(tokens)] = tokens
+
+    def _hold(self, tokens: int) -> None:
+        self._bytes = bytearray(4 * tokens)
+        self._ids: Ids = np.frombuffer(self._bytes, np.int32)
 
     def extend(self, tokens: Sequence[int]) -> None:
         end = self._length + len(tokens)
         if end > len(self._ids):
-            self._ids = np.concatenate([self._ids, np.zeros(max(end, len(self._ids)), np.int32)])
+            before = self.ids
+            self._hold(2 * end)
+            self._ids[: len(before)] = before
         self._ids[self._length : end] = tokens
         self._length = end
+
+    def repeats(self, count: int) -> bool:
+        """Have its last so many tokens been there before? A no is certain."""
+        if self._length <= SHORT:
+            end = 4 * self._length
+            return self._bytes.find(self._bytes[end - 4 * count : end], 0, end - 4) >= 0
+        ids = self.ids
+        return count < 2 or bool(((ids[:-2] == ids[-2:-1]) & (ids[1:-1] == ids[-1])).any())
 
     @property
     def ids(self) -> Ids:
@@ -106,9 +123,9 @@ class _Rows:
 
     def draft(self, wanted: Mapping[int, int]) -> Mapping[int, Sequence[int]]:
         """See Drafter."""
-        return {row: self._drafts(self.histories[row].ids, most) for row, most in wanted.items()}
+        return {row: self._drafts(self.histories[row], most) for row, most in wanted.items()}
 
-    def _drafts(self, ids: Ids, most: int) -> Sequence[int]:
+    def _drafts(self, history: _History, most: int) -> Sequence[int]:
         raise NotImplementedError
 
     def close(self) -> None:
@@ -119,9 +136,10 @@ class PromptLookup(_Rows):
     """What came after the longest of a history's last `prompt_lookup_min` to `prompt_lookup_max` tokens the last time
     they were there (https://github.com/apoorvumang/prompt-lookup-decoding)."""
 
-    def _drafts(self, ids: Ids, most: int) -> Sequence[int]:
-        if self.config.prompt_lookup_min > 1 and not ((ids[:-2] == ids[-2:-1]) & (ids[1:-1] == ids[-1])).any():
+    def _drafts(self, history: _History, most: int) -> Sequence[int]:
+        if not history.repeats(self.config.prompt_lookup_min):
             return []  # most steps, and most of what they cost
+        ids = history.ids
         places, length = matches(ids[:-1], ids, self.config.prompt_lookup_max)
         if length < self.config.prompt_lookup_min:
             return []
@@ -137,7 +155,7 @@ class SuffixLookup(_Rows):
     def __init__(self, config: SpeculativeConfig) -> None:
         super().__init__(config)
         self._ended: deque[Ids] = deque()
-        self._others: Ids = np.zeros(0, np.int32)  # outputs that have ended, each followed by -1
+        self._others: Ids = np.zeros(0, np.int32)  # outputs that have ended, each followed by END
 
     def leave(self, row: int) -> None:
         history = self.histories.pop(row, None)
@@ -145,16 +163,21 @@ class SuffixLookup(_Rows):
             return
         output = history.ids[history.num_prompt :][-KEPT:]
         if len(output) > 1:
-            self._ended.append(np.append(output, np.int32(-1)))
+            self._ended.append(np.append(output, np.int32(END)))
             while len(self._ended) > self.config.suffix_decoding_max_cached_requests or (
                 sum(map(len, self._ended)) > KEPT and len(self._ended) > 1
             ):
                 self._ended.popleft()
             self._others = np.concatenate(self._ended)
 
-    def _drafts(self, ids: Ids, most: int) -> Sequence[int]:
+    def _drafts(self, history: _History, most: int) -> Sequence[int]:
+        ids, others = history.ids, len(self._others) > 0
+        if not others and not history.repeats(1):
+            return []
         depth = self.config.suffix_decoding_max_tree_depth
-        found = [(ids, *matches(ids[:-1], ids, depth)), (self._others, *matches(self._others, ids, depth))]
+        found = [(ids, *matches(ids[:-1], ids, depth))]
+        if others:
+            found.append((self._others, *matches(self._others, ids, depth)))
         longest = max(length for _, _, length in found)
         most = min(most, int(longest * self.config.suffix_decoding_max_spec_factor))
         after = [(tokens, places + 1) for tokens, places, length in found if length == longest]
@@ -162,16 +185,17 @@ class SuffixLookup(_Rows):
         likely = 1.0
         while len(drafts) < most:
             after = [(tokens, places[places < len(tokens)]) for tokens, places in after]
-            next = np.concatenate([tokens[places] for tokens, places in after])
-            values, counts = np.unique(next[next >= 0], return_counts=True)
-            if not len(values):
+            counts = Counter(itertools.chain(*(tokens[places].tolist() for tokens, places in after)))
+            all = counts.total()
+            del counts[END]
+            if not counts:
                 break
-            best = int(counts.argmax())
-            likely *= int(counts[best]) / len(next)
+            best = min(counts, key=lambda token: (-counts[token], token))
+            likely *= counts[best] / all
             if likely < self.config.suffix_decoding_min_token_prob:
                 break
-            drafts.append(int(values[best]))
-            after = [(tokens, places[tokens[places] == values[best]] + 1) for tokens, places in after]
+            drafts.append(best)
+            after = [(tokens, places[tokens[places] == best] + 1) for tokens, places in after]
         return drafts
 
 

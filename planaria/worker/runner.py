@@ -113,15 +113,16 @@ class Runner:
         rows, samples = self.turns.rows(turn)
         if self.adapters is not None:
             rows = self.adapters.together(rows)
+        if chunks or self.adapters is not None:
+            samples = rows.tolist()
         taken = None  # of each row's drafts
         if self.speculation is not None:
-            room = self.batch.row_blocks[rows] * self.block_size - self.cursor[rows]
-            rows, room = rows[room > 0], room[room > 0]  # one whose blocks are full does nothing
-            taken = self.speculation.taken(rows, room - 1, alone=not chunks)
-        if chunks or self.adapters is not None or self.speculation is not None:
-            samples = rows.tolist()
+            room = [self.batch.row_blocks.item(row) * self.block_size - self.cursor.item(row) for row in samples]
+            if min(room, default=1) <= 0:  # one whose blocks are full does nothing
+                rows, samples, room = _with_room(samples, room)
+            taken = self.speculation.taken(samples, room, alone=not chunks)
         starts = self._fill_auto(rows, taken)
-        lines: list[int] = starts.tolist() if chunks or taken is not None else []  # logits rows to draw from
+        lines: list[int] = starts.tolist() if chunks or self.speculation is not None else []  # logits rows to draw from
         prompt_parts: list[tuple[Row, int]] = []  # (chunk, first of its logits rows)
         pooled: list[tuple[Row, int]] = []  # the same, of rows that end with a vector
         num_seqs = len(samples)
@@ -153,7 +154,7 @@ class Runner:
             return LaneResult([], [], errors=refused)
         sampler = self.sampler if isinstance(self.sampler, Sampler) else None
         if sampler is not None:
-            sampler.prepare(samples if taken is None and not chunks else [])
+            sampler.prepare(samples if self.speculation is None and not chunks else [])
         logits, vectors, failed = self.pooling.run(self.stage, pooled)
         refused |= failed
         prompt_logprobs = {}
@@ -177,8 +178,8 @@ class Runner:
             if self.speculation is not None and self.speculation.follow():
                 self.stage.take_tokens(turn, self._hear)
             return others
-        if self.speculation is not None and taken is not None:
-            drawn = self._draw_further(sampler, logits, samples, lines, taken.tolist(), turn, alone=not chunks)
+        if self.speculation is not None:
+            drawn = self._draw_further(sampler, logits, samples, lines, taken, turn, alone=not chunks)
             errors, late = _told_apart(drawn.errors)
             return msgspec.structs.replace(
                 drawn, prompt_logprobs=prompt_logprobs, errors={**refused, **errors}, late=late, pooled=vectors
@@ -226,18 +227,18 @@ class Runner:
         )
 
     def _draw_further(
-        self, sampler: Sampler, logits: Array, samples: list[int], lines: list[int], taken: list[int], turn: int, *,
-        alone: bool,
+        self, sampler: Sampler, logits: Array, samples: list[int], lines: list[int],
+        taken: npt.NDArray[np.int32] | None, turn: int, *, alone: bool,
     ) -> LaneResult:  # fmt: skip
-        """Where rows draft. taken: of the rows that go on by themselves, the first of `samples`."""
+        """Where rows draft. taken: of the rows that go on by themselves, the first of `samples`; None: none."""
         assert self.speculation is not None
-        taken += [0] * (len(samples) - len(taken))
-        drawn, logprobs, errors = self.speculation.draw(sampler, logits, samples, lines, taken)
-        told = self.speculation.go_on(samples, drawn, taken, alone=alone)
+        drafts = [0] * len(samples) if taken is None else taken.tolist() + [0] * (len(samples) - len(taken))
+        drawn, logprobs, errors = self.speculation.draw(sampler, logits, samples, lines, drafts)
+        told = self.speculation.go_on(samples, drawn, drafts, alone=alone)
         self._hear(turn, samples, told)
         self.stage.drew(turn, samples, told)
         each = {row: tokens for row, tokens in zip(samples, drawn, strict=True) if tokens}
-        drafted = {row: count for row, count in zip(samples, taken, strict=True) if count and row in each}
+        drafted = {row: count for row, count in zip(samples, drafts, strict=True) if count and row in each}
         more = {row: tokens[1:] for row, tokens in each.items() if len(tokens) > 1}
         return LaneResult(
             list(each), [tokens[0] for tokens in each.values()], logprobs, errors=errors, more=more, drafted=drafted
@@ -248,16 +249,15 @@ class Runner:
         _read(self._open)
         self.stage.drain(self._hear)
 
-    def _hear(self, turn: int, rows: list[int], told: npt.NDArray[np.int32]) -> None:
+    def _hear(self, turn: int, rows: list[int], told: npt.NDArray[np.int32] | list[list[int]]) -> None:
         """What these rows, which drew in a step of this turn, go on with."""
-        if self.speculation is None:
-            self.last[rows] = told[:, 0]
-            return
-        there = np.flatnonzero(self.turns.of[rows] == turn)  # not who has left, nor who came to the row since
-        rows, told = [rows[i] for i in there], told[there]
-        self.cursor[rows] += told[:, 0] - 1
-        self.last[rows] = told[:, 1]
-        self.speculation.hear(rows, told)
+        for row, line in zip(rows, told if isinstance(told, list) else told.tolist(), strict=True):
+            if self.speculation is None:
+                self.last[row] = line[0]
+            elif self.turns.of.item(row) == turn:  # not who has left, nor who came to the row since
+                self.cursor[row] += line[0] - 1
+                self.last[row] = line[1]
+                self.speculation.hear(row, line)
 
     def _leave(self, row: int) -> None:
         self.turns.put(row, -1)
@@ -320,7 +320,7 @@ class Runner:
         logits row of each one's token."""
         batch, n, size = self.batch, len(rows), self.block_size
         positions = self.cursor[rows]
-        if taken is None or not taken.any():
+        if taken is None:
             starts: npt.NDArray[Any] = batch.counting[:n]
             of, of_positions = rows, positions
             batch.tokens[:n] = self.last[rows]
@@ -362,6 +362,12 @@ class Runner:
         batch.seq_row[seq] = chunk.row
         self.cursor[chunk.row] = chunk.start + chunk.count
         return end
+
+
+def _with_room(rows: list[int], room: list[int]) -> tuple[npt.NDArray[np.int64], list[int], list[int]]:
+    """Those that have some: as indices, as numbers, and how much."""
+    some = [(row, free) for row, free in zip(rows, room, strict=True) if free > 0]
+    return np.array([row for row, _ in some], np.int64), [row for row, _ in some], [free for _, free in some]
 
 
 def _slots(

@@ -26,8 +26,8 @@ from planaria.worker.drafting import Drafter, ReadsHidden, SharedDrafter, make_d
 from planaria.worker.sampler import Sampler
 
 Rows = npt.NDArray[np.int64]
-# [rows, HEAD + most]: tokens that a row drew, the last of them, how many drafts, drafts
-ToldRows = npt.NDArray[np.int32]
+# Of each row as many: how many tokens it drew, the last of them, how many drafts, those, zeros
+ToldRows = list[list[int]]
 HEAD = 3
 GUESSES = 4  # rows without drafts, in a step, of which one is looked up
 Drawn = list[list[int]]
@@ -70,23 +70,23 @@ class Speculation:
             self.drafter.leave(row)
             self.sizes.leave(row)
 
-    def hear(self, rows: Sequence[int], told: ToldRows) -> None:
-        """What the rank that draws says of these rows."""
-        self._having.difference_update(rows)
-        self._having.update(row for row, count in zip(rows, told[:, 2].tolist(), strict=True) if count)
-        self.counts[rows] = told[:, 2]
-        self.drafts[rows] = told[:, HEAD:]
+    def hear(self, row: int, told: list[int]) -> None:
+        """What the rank that draws says of this row."""
+        self.counts[row] = count = told[2]
+        if count:
+            self._having.add(row)
+            self.drafts[row] = told[HEAD:]
+        else:
+            self._having.discard(row)
 
-    def taken(self, rows: Rows, room: npt.NDArray[np.int32], *, alone: bool) -> npt.NDArray[np.int32]:
-        """How many drafts of each row go into a step. room: positions of its blocks behind its next token. alone: is
-        nothing else in the step?"""
+    def taken(self, rows: list[int], room: list[int], *, alone: bool) -> npt.NDArray[np.int32] | None:
+        """How many drafts of each row go into a step; None: none do. room: positions of its blocks from its next token
+        on. alone: is nothing else in the step?"""
         self._since = time.perf_counter()
-        taken = np.zeros(len(rows), np.int32)
-        if alone and self._having:  # else nothing is touched: caches hold weights
-            np.minimum(self.counts[rows], room, out=taken)
-            if len(rows) + int(taken.sum()) > self._limit:
-                taken[:] = 0
-        return taken
+        if not alone or not self._having:
+            return None
+        taken = np.minimum(self.counts[rows], np.array(room, np.int32) - 1)
+        return taken if taken.any() and len(rows) + int(taken.sum()) <= self._limit else None
 
     @property
     def _limit(self) -> int:
@@ -141,7 +141,7 @@ class Speculation:
                 going.append(row)
         since = time.perf_counter()
         few = self._looks_up and len(going) <= GUESSES
-        found = self.drafter.draft(dict.fromkeys(going, self.most)) if few else {}
+        found = self.drafter.draft(dict.fromkeys(going, self.most if sizes.may_gain(going) else 1)) if few else {}
         dealt: dict[int, int] = {}
         guessed: list[int] = []
         if not few or any(found.values()):  # else there is nothing to be dealt: most steps, where nothing is repeated
@@ -152,14 +152,11 @@ class Speculation:
         drafts = {row: self._known(found.get(row, ())[:most]) for row, most in dealt.items()}
         self._guesses |= {row: found[row][0] for row in guessed if found.get(row)}
         self._drafting = time.perf_counter() - since
-        told: ToldRows = np.zeros((len(rows), self.width), np.int32)
-        told[:, 0] = [max(1, len(tokens)) for tokens in drawn]
-        told[:, 1] = [tokens[-1] if tokens else 0 for tokens in drawn]
-        if drafts:
-            for i, row in enumerate(rows):
-                if own := drafts.get(row):
-                    told[i, 2] = len(own)
-                    told[i, HEAD : HEAD + len(own)] = own
+        told: ToldRows = []
+        for row, tokens in zip(rows, drawn, strict=True):
+            own = drafts.get(row, ())
+            last = tokens[-1] if tokens else 0
+            told.append([max(1, len(tokens)), last, len(own), *own, *[0] * (self.most - len(own))])
         return told
 
     def follow(self) -> bool:

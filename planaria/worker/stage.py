@@ -65,13 +65,16 @@ class Stage:
         self._send_hidden(self.forward())
         return None
 
-    def drew(self, turn: int, rows: list[int], told: Tokens | None) -> None:
+    def drew(self, turn: int, rows: list[int], told: Tokens | list[list[int]] | None) -> None:
         """The rows that draw in a step of this turn, in order; where this rank drew them, what is told of them."""
         if told is None:
             if self._waits:
                 self._open.append((turn, rows))
             return
         cp, pp = self.mesh.cp, self.mesh.pp
+        if cp.size == pp.size == 1:
+            return
+        told = np.asarray(told, np.int32)
         for stage in range(pp.size - 1 if self.width > 1 else min(1, pp.size - 1)):
             pp.send(told, stage)
         if cp.size > 1 and (pp.size == 1 or self.width > 1):

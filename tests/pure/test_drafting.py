@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from planaria.config.speculative import speculative_config
 from planaria.core.stats import DraftStats
 from planaria.errors import ConfigError
+from planaria.worker import drafting
 from planaria.worker.draft_sizes import FIRST_GUESS, FORGOTTEN, LOOK_AGAIN, DraftSizes, StepTimes
-from planaria.worker.drafting import KEPT, Drafter, PromptLookup, SuffixLookup
+from planaria.worker.drafting import KEPT, Drafter, PromptLookup, SuffixLookup, _History
 
 
 def lookup(tokens: list[int], most: int = 4, **said: Any) -> list[int]:
@@ -147,6 +148,43 @@ def test_as_many_as_pay() -> None:
     for _ in range(20):
         made.checked(1, 8, 0)
     assert made.dealt([0, 1], 8, 100) == {0: 8}  # by what each row's are worth
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 24), st.integers(0, 8), st.integers(0, 40)), min_size=1, max_size=6),
+    st.lists(st.tuples(st.integers(1, 40), st.floats(1e-4, 1.0)), min_size=1, max_size=12),
+)
+def test_what_can_gain_nothing_is_not_weighed(rows: list[tuple[int, int, int]], seen: list[tuple[int, float]]) -> None:
+    made = DraftSizes()
+    for tokens, seconds in seen:
+        made.times.saw(tokens, seconds)
+    for row, (drafted, right, often) in enumerate(rows):
+        made.enter(row)
+        for _ in range(often):
+            made.checked(row, drafted, min(right, drafted))
+    if not made.may_gain(range(len(rows))):
+        assert made._most_gaining(range(len(rows)), 24, 100) == {}
+
+
+def test_a_row_whose_drafts_are_never_right_is_not_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = sizes(0.0, 0, 8)
+    monkeypatch.delattr(DraftSizes, "_most_gaining")
+    assert made.dealt([0], 8, 100) == {} and not made.may_gain([0])
+
+
+@given(st.lists(st.sampled_from([0, 1, 2, 255, 256, 257, 65536, 16777216]), min_size=1, max_size=20), st.booleans())
+def test_whether_tokens_were_there_before(tokens: list[int], long: bool) -> None:
+    """A no is certain, and a yes to none that is new."""
+    for count in (1, 2):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(drafting, "SHORT", 0 if long else 100)
+            history = _History(tokens[:1], 0)
+            for token in tokens[1:]:
+                history.extend([token])
+            said = history.repeats(count)
+        there = any(tokens[i : i + count] == tokens[-count:] for i in range(len(tokens) - count))
+        assert said or not there
+    assert _History([3, 4, 5, 3, 4], 0).repeats(2) and not _History([3, 4, 5, 4, 3], 0).repeats(2)
 
 
 def test_a_row_that_got_none_is_tried_again() -> None:
