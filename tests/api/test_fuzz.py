@@ -13,7 +13,7 @@ from tests.api.test_lifecycle import Process
 
 POSITIVE, NEGATIVE = "positive", "negative"
 EXAMPLES = {
-    "/v1/completions": 60, "/v1/chat/completions": 50, "/v1/responses": 20,
+    "/v1/completions": 30, "/v1/chat/completions": 25, "/v1/responses": 20,
     "/v1/messages": 15, "/v1/messages/count_tokens": 6,
     "/tokenize": 15, "/detokenize": 15,
 }  # fmt: skip

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -199,8 +200,13 @@ COMMAND = re.compile(r"(?:^|\$|[ /(])planaria +([a-z]+)\b([^#|&;]*)")
 
 
 @functools.cache
+def commands() -> dict[str, Any]:
+    return get_command(app).commands  # type: ignore[attr-defined, no-any-return]
+
+
+@functools.cache
 def options(command: str) -> set[str]:
-    found = get_command(app).commands[command]  # type: ignore[attr-defined]
+    found = commands()[command]
     known = {option for parameter in found.params for option in (*parameter.opts, *parameter.secondary_opts)}
     return known | {"--help"}
 
@@ -213,7 +219,7 @@ def test_options_of_commands_are_there(page: Path) -> None:
     lines += [line for line in text.splitlines() if line.startswith("    ")]
     for line in lines:
         for command, rest in COMMAND.findall(line):
-            if command in get_command(app).commands and (command, *rest.split()[:1]) != ("bench", "serve"):
+            if command in commands() and (command, *rest.split()[:1]) != ("bench", "serve"):
                 given = re.findall(r"(?<= )--?[a-zA-Z][\w-]*", re.sub(r"'[^']*'|\"[^\"]*\"", "", rest))
                 assert set(given) <= options(command), line
 

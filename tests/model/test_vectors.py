@@ -277,7 +277,7 @@ def test_what_would_make_other_vectors_is_refused(tmp_path: Path, file: str, val
         value = {**json.loads((folder / file).read_text()), **value}
     (folder / file).write_text(json.dumps(value))
     with pytest.raises(ModelError, match=said):
-        LLM(str(folder), **SMALL)
+        LLM(str(folder), model_impl="planaria", **SMALL)  # else Transformers is asked, too
 
 
 # -- dimensions

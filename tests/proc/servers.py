@@ -192,13 +192,14 @@ def planaria(*args: str, timeout: float = 240.0, env: dict[str, str] | None = No
 
 
 def planaria_here(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """As `planaria`, of a command that asks a server: in this process, for one of its own takes a third of a second of
-    a core to start."""
+    """As `planaria`, of a command that asks a server or is refused: in this process, for one of its own takes a third
+    of a second of a core to start."""
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         for name, value in (env or {}).items():
             patch.setenv(name, value)
-        for name in ("handlers", "propagate", "level"):
-            patch.setattr(logging.getLogger("planaria"), name, copy(getattr(logging.getLogger("planaria"), name)))
+        for logger in (logging.getLogger("planaria"), logging.getLogger("uvicorn")):
+            for what in ("handlers", "propagate", "level"):
+                patch.setattr(logger, what, copy(getattr(logger, what)))
         code = main([*args])
     return subprocess.CompletedProcess([*args], code, out.getvalue(), err.getvalue())

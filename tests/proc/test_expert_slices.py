@@ -23,7 +23,7 @@ from tests.model.test_families import GPT_OSS
 from tests.proc import experts
 from tests.proc.asking import ask_all
 from tests.proc.experts import ASKED
-from tests.proc.servers import Server, planaria, planaria_here
+from tests.proc.servers import Server, planaria_here
 from tests.proc.sockets import free_port
 from tests.proc.test_cli import one_line
 from tests.proc.test_context import answers
@@ -184,8 +184,8 @@ def test_what_users_are_told(folder: Path) -> None:
         (["-tp", "2", "-dp", "3"], ("--data-parallel-size 3", "-tp 2 x -dp 3", "128 columns are 4 blocks of 32")),
         (["-dp", "2", "--all2all-backend", "pplx"], ("--all2all-backend pplx", "each of 2 has a slice")),
     ):
-        result = planaria(*asked, *wrong)
+        result = planaria_here(*asked, *wrong)
         assert result.returncode == 2
         assert all(part in one_line(result.stderr) for part in says), result.stderr
-    said = planaria("plan", str(folder), "-tp", "2", "-dp", "3", "--distributed-executor-backend", "mp")
+    said = planaria_here("plan", str(folder), "-tp", "2", "-dp", "3", "--distributed-executor-backend", "mp")
     assert said.returncode == 2 and "128 columns are 4 blocks of 32" in one_line(said.stderr), said.stderr
