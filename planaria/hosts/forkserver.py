@@ -238,10 +238,11 @@ _early: list[tuple[object, Begun]] = []  # and with what it began
 
 
 def begin(modules: Sequence[str]) -> None:
-    """Have a server begin as a copy of this process, which has no other thread yet and is the program, and import
-    `modules` from now on, for whoever is the first to ask for one, if it asks for that. For a thread that stays.
-    Raises SystemExit in the server and in all that it forks, when they have done what they are for."""
-    concerns, made = _concerns(modules), _copied()
+    """Have a server import `modules` from now on, for whoever is the first to ask for one, if it asks for that. For a
+    thread that stays, of a process that is the program: where there is no other thread yet the server begins as a copy
+    of it. Raises SystemExit in the server and in all that it forks, when they have done what they are for."""
+    concerns = _concerns(modules)
+    made = _copied() if threading.active_count() == 1 else _started(modules)
     if not isinstance(made, socket.socket):
         _early.append((concerns, made))
         return

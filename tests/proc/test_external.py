@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -26,11 +25,13 @@ from planaria.executor.link.faults import LinkError
 from planaria.executor.link.spmd import SpmdLink
 from planaria.executor.loop import EngineLoop
 from planaria.mesh import meeting
+from planaria.preload import GLOO
 from planaria.protocol import StepPlan
 from planaria.topology.outer import OuterLauncher
 from planaria.types import SamplingParams
 from planaria.wire import Cancel, Output, Submit
 from planaria.worker.null import NullRank
+from tests.forked import SERVER, begin
 from tests.proc.servers import needs_smollm2, planaria, wait_until
 from tests.proc.sockets import free_port
 from tests.proc.test_nodes import PROMPTS, generate, lines_of, one_process
@@ -224,6 +225,9 @@ def test_configurations_that_differ_are_refused_by_field() -> None:
 # -- in processes
 
 
+WITH_GLOO = (*SERVER, *GLOO, "planaria.llm")
+
+
 class Program:
     """tests.proc.spmd_program in `size` processes that an outer launcher would have started."""
 
@@ -234,15 +238,12 @@ class Program:
         folder.mkdir(exist_ok=True)
         text = json.dumps({"model": model, "prompts": PROMPTS, "params": params, "options": options, **more})
         port = str(free_port())
+        env = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = ["tests.proc.spmd_program", str(folder), text]
         self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.proc.spmd_program", str(folder), text],
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank),
-                     "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
-            )
+            begin(command, {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, together=True, modules=WITH_GLOO)
             for rank in range(size)
-        ]  # fmt: skip
+        ]
 
     def __enter__(self) -> Program:
         return self

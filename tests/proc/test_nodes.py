@@ -27,6 +27,7 @@ from planaria.executor import new_weights
 from planaria.executor.launcher.nodes import NodesLauncher, placement_of
 from planaria.executor.node_messages import Here
 from planaria.topology import Layout
+from tests.forked import begin
 from tests.model import checkpoints
 from tests.proc import networks
 from tests.proc.servers import PATIENCE, SOON, TINY, alive, needs_smollm2, planaria, wait_until
@@ -46,7 +47,7 @@ class Command:
     """A `planaria` command in the background; `text()` is all that it has printed."""
 
     def __init__(self, *args: str, prefix: tuple[str, ...] = (), env: dict[str, str] | None = None) -> None:
-        self.process = subprocess.Popen(
+        self.process = begin(["planaria", *args], env, together=True) if not prefix else subprocess.Popen(
             [*prefix, sys.executable, "-m", "planaria", *args],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **(env or {})},
         )  # fmt: skip

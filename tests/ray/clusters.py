@@ -20,6 +20,7 @@ from unittest import mock
 
 import psutil
 
+from tests.forked import keepers
 from tests.proc.networks import REMOVE, Networks
 from tests.proc.servers import wait_until
 
@@ -35,6 +36,18 @@ SYSTEM = {**NOTICE, "prestart_worker_first_driver": False}
 # Nor an autoscaler, or what brings lines of workers to the driver, or Ray's own server: a process of Python each, of
 # which nobody reads.
 UNWATCHED = {"no_monitor": True, "include_log_monitor": False}
+
+# The command `ray`, but for that server.
+RAY = """
+from ray._private import node
+from ray.scripts.scripts import main
+
+def without(self, **options):
+    self._webui_url = ""
+
+node.Node.start_api_server = without
+main()
+"""
 
 # Waits until these addresses are of living nodes.
 JOINED = """
@@ -54,14 +67,14 @@ while True:
 
 
 def ray_processes() -> set[int]:
-    """Below this process. What Python keeps for itself as long as it runs, and networks' remover, are not Ray's."""
-    found = set()
+    """Below this process. What Python and tests keep as long as it runs, and networks' remover, are not Ray's."""
+    found = set[int]()
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile
             command = " ".join(process.cmdline())
             if "multiprocessing.resource_tracker" not in command and REMOVE not in command:
                 found.add(process.pid)
-    return found
+    return found - keepers()
 
 
 def stored() -> list[str]:
@@ -213,8 +226,9 @@ def joined_nodes(*slots: int, dashboard: bool = False) -> Iterator[Any]:
 @contextlib.contextmanager
 def ray_node(prefix: tuple[str, ...], env: dict[str, str], *args: str) -> Iterator[subprocess.Popen[bytes]]:
     """`ray start ARGS --block` in a namespace; at the end nothing of it is left there."""
-    command = [*prefix, str(Path(sys.executable).parent / "ray"), "start", *args, "--block", "--num-cpus", "1"]
+    command = [*prefix, sys.executable, "-c", RAY, "start", *args, "--block", "--num-cpus", "1"]
     command += ["--resources", '{"planaria_slot": 1}', "--object-store-memory", str(100 << 20)]
+    command += ["--include-log-monitor", "false"]  # see UNWATCHED
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
         try:
@@ -304,7 +318,7 @@ class RayNodes:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             how = ["--address", self.address]
             if not i:
-                how = ["--head", "--port", "6379", "--include-dashboard", "false", "--node-ip-address", "10.93.0.1"]
+                how = ["--head", "--port", "6379", "--no-monitor", "--node-ip-address", "10.93.0.1"]
                 how += ["--system-config", json.dumps(SYSTEM)]
             node = ray_node(self.networks.prefixes[i], self.env, *how, "--temp-dir", folder)
             self.processes[i] = stack.enter_context(node)
