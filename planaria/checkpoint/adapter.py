@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from planaria.checkpoint.files import opened
 from planaria.checkpoint.folder import json_object, safetensors_header
 from planaria.checkpoint.spec import TensorInfo
 from planaria.errors import ModelError
@@ -73,15 +73,13 @@ def read_adapter(folder: Path, model: ModelConfig, max_rank: int) -> Adapter:
 
 
 def _read(path: Path, most: int) -> bytes:
-    """A plain file's bytes: not those of a pipe or a device, which may never end."""
+    """Its bytes, so many at most."""
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                raise ModelError(f"{path}: is not a file")
-            if found.st_size > most:
+        with opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > most:
                 raise ModelError(
-                    f"{path}: has {found.st_size} bytes; an adapter of this model and of a rank up to --max-lora-rank "
+                    f"{path}: has {size} bytes; an adapter of this model and of a rank up to --max-lora-rank "
                     f"has {most} at most"
                 )
             return file.read(most + 1)[:most]

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from planaria.checkpoint.files import opened
 from planaria.checkpoint.fused import unfused
 from planaria.checkpoint.quantised import method_of, together
 from planaria.checkpoint.sentence import read_sentence
@@ -50,7 +51,7 @@ def read_folder(name: str, folder: Path) -> Checkpoint:
         tensors = text_tensors(tensors)
 
     def read(tensor: TensorInfo) -> bytes:
-        with files[tensor.file].open("rb") as f:
+        with opened(files[tensor.file]) as f:
             f.seek(tensor.offset)
             return f.read(tensor.nbytes)
 
@@ -91,7 +92,8 @@ def has_tokenizer(folder: Path) -> bool:
 def read_json(path: Path, missing: str = "get the model again") -> dict[str, Any]:
     """A JSON object from a file. Raises ModelError naming file and place."""
     try:
-        data = path.read_bytes()
+        with opened(path) as file:
+            data = file.read()
     except FileNotFoundError:
         raise ModelError(f"{path}: no such file; {missing}") from None
     except OSError as e:
@@ -134,7 +136,7 @@ def weight_files(folder: Path) -> list[Path]:
 def read_safetensors_header(path: Path, file: int) -> list[TensorInfo]:
     """Tensors of one safetensors file; `file` is its index in the checkpoint. Raises ModelError if it is damaged."""
     try:
-        with path.open("rb") as f:
+        with opened(path) as f:
             size = os.fstat(f.fileno()).st_size
             length = int.from_bytes(f.read(8), "little")
             head = length.to_bytes(8, "little") + f.read(max(0, min(length, size, MAX_HEADER)))
@@ -181,7 +183,8 @@ def chat_template(folder: Path) -> str | None:
     plain = folder / "chat_template.jinja"
     if plain.exists():
         try:
-            return plain.read_text(encoding="utf-8")
+            with opened(plain) as file:
+                return file.read().decode().replace("\r\n", "\n")
         except (OSError, UnicodeDecodeError) as e:
             raise ModelError(f"{plain}: can't be read: {e}") from None
     for name in ("chat_template.json", "tokenizer_config.json"):

@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from planaria.cache import cached_folder, keep_file, kept_file
+from planaria.checkpoint.files import opened
 from planaria.checkpoint.gguf_convert import convert_config, convert_generation_config, convert_tensors
 from planaria.checkpoint.gguf_file import GGUFHeader, read_header
 from planaria.checkpoint.gguf_tokenizer import convert_tokenizer, convert_tokenizer_config
@@ -92,7 +93,7 @@ def _identity(path: Path) -> str:
 def _content(parts: list[Path], headers: list[GGUFHeader]) -> str:
     digest = hashlib.sha256(_version().encode())
     for part, header in zip(parts, headers, strict=True):
-        with part.open("rb") as f:
+        with opened(part) as f:
             digest.update(f.read(header.data_start))
         for name, data in sorted(header.rope.items()):
             digest.update(name.encode() + data)

@@ -14,6 +14,7 @@ import struct
 from dataclasses import dataclass, field
 from typing import Any
 
+from planaria.checkpoint.files import opened
 from planaria.errors import ModelError
 
 MAGIC = b"GGUF"
@@ -48,7 +49,7 @@ class GGUFHeader:
 def read_header(path: str) -> GGUFHeader:
     """Raises ModelError if the file isn't a GGUF file of version 2 or 3, is damaged or is shorter than it says."""
     try:
-        with open(path, "rb") as f:
+        with opened(path) as f:
             magic = f.read(4)
             if magic != MAGIC:
                 raise ModelError(f"{path}: not a GGUF file (starts with {magic!r}); get the file again")

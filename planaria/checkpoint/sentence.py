@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from planaria.checkpoint.files import opened
 from planaria.errors import ModelError
 from planaria.models.fields import flag, size
 
@@ -70,7 +71,8 @@ def _object(path: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
+        with opened(path) as file:
+            return json.loads(file.read())
     except OSError as e:
         raise ModelError(f"{path}: can't be read: {e.strerror or e}") from None
     except (ValueError, RecursionError) as e:

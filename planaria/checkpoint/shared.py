@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable, Mapping
 from io import FileIO
 from typing import Any
 
+from planaria.checkpoint import files
 from planaria.checkpoint.folder import MAX_HEADER, for_model, safetensors_header
 from planaria.checkpoint.spec import Checkpoint, TensorInfo
 from planaria.checkpoint.text_part import PREFIXES, text_tensors
@@ -111,7 +112,7 @@ class SharedWeights:
 
 def opened(file: str) -> FileIO:
     """One of a checkpoint's files, by its path or handle. Raises OSError."""
-    return open(_open(file) if file.startswith(SCHEME) else file, "rb", buffering=0)
+    return open(_open(file), "rb", buffering=0) if file.startswith(SCHEME) else files.opened(file)
 
 
 def _open(handle: str) -> int:

@@ -24,6 +24,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 from tokenizers import Tokenizer as Backend
 
 from planaria.checkpoint import Checkpoint, resolve_checkpoint
+from planaria.checkpoint.files import opened
 from planaria.checkpoint.gguf_file import shortest_float32
 from planaria.checkpoint.gguf_tokenizer import convert_tokenizer
 from planaria.checkpoint.resolve import name_of
@@ -650,6 +651,22 @@ def test_damaged_folders(tmp_path: Path, how: str) -> None:
     wanted = break_folder(folder, how)
     message = refusal(folder)
     assert wanted in message and str(folder) in message
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "chat_template.jinja", "modules.json", "model.safetensors", ""]
+)
+def test_what_may_never_end_is_no_file_of_a_model(tmp_path: Path, name: str) -> None:
+    """A pipe or a device: whoever waits for it, as for new weights, would wait for ever."""
+    path = hf_folder(tmp_path / "m") / name if name else tmp_path / "m.gguf"
+    path.unlink(missing_ok=True)
+    path.symlink_to(os.devnull)
+    message = refusal(path.parent if name else path)
+    assert message.startswith(f"{path}: can't be read: ") and message.endswith("is not a file")
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="is not a file"):
+        opened(path)
 
 
 def test_damaged_shards(tmp_path: Path) -> None:
