@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -20,6 +20,7 @@ from planaria.node import available_memory, home
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
+    from planaria.kernels.cpu.ops import CpuOps
     from planaria.kernels.ops import Array, Batch, Ops
     from planaria.mesh.comm import Comm
     from planaria.mesh.mesh import Mesh
@@ -63,6 +64,16 @@ def make_ops(config: EngineConfig, threads: int | None = None) -> Ops:
     from planaria.kernels.reference import TorchOps
 
     return TorchOps(device.platform.torch, device.dtype)
+
+
+def let_go(ops: Ops | None, *, stays: bool) -> Ops | None:
+    """Of weights. stays: of native kernels, which go on with others; else these end, and there are none."""
+    if ops is not None and stays:
+        cast("CpuOps", ops).give_up_weights()
+        return ops
+    if ops is not None:
+        ops.close()
+    return None
 
 
 def packed_kinds(config: EngineConfig) -> list[str]:

@@ -42,6 +42,7 @@ from planaria.topology.layout import Layout
 from planaria.worker.classes import call, make
 from planaria.worker.device import (
     available_bytes,
+    let_go,
     make_follower,
     make_ops,
     make_sampler,
@@ -148,7 +149,7 @@ class Worker:
     def enter(self, boot: RankBoot) -> None:
         """Go on in another epoch, maybe as another rank. What is loaded stays, unless weights are others."""
         if boot.config.weights_number != self.config.weights_number:
-            self.unload()
+            self.unload(stays=boot.config.device == self.config.device)
             self.prepared.clear()
         self.boot, self.config, self.rank = boot, boot.config, boot.rank
         self.groups.boot = boot
@@ -244,11 +245,11 @@ class Worker:
     def _load_part(self, part: Part, maps: Maps) -> None:
         since = time.perf_counter()
         self.take_thread()
-        self.unload()
+        self.unload(stays=self.part is None and part not in self.prepared)
         if part in self.prepared:
             self.ops, self.model = self.prepared.pop(part)
         else:
-            self.ops = make_ops(self.config, self.boot.threads)
+            self.ops = self.ops or make_ops(self.config, self.boot.threads)
             self._timed("kernels", since)
             since = time.perf_counter()
             none = tuple(() for _ in maps) or None  # experts that are dealt whole come after it
@@ -276,15 +277,14 @@ class Worker:
             self.experts.arrange(0, enumerate(maps))
         return Ready(self.rank, self.seconds, {"received": received})
 
-    def unload(self) -> None:
-        """Let go of what was loaded for another part."""
+    def unload(self, *, stays: bool = False) -> None:
+        """Let go of what was loaded for another part. stays: but native kernels and their threads."""
         if self.sampler is not None:
             self.sampler.close()
-        if self.ops is not None:
-            self.ops.close()
         self.end_micro_batches()
         self.kv.unmap()
-        self.ops = self.model = self.runner = self.sampler = self.part = self.experts = self.loras = None
+        self.model = self.runner = self.sampler = self.part = self.experts = self.loras = None
+        self.ops = let_go(self.ops, stays=stays and self.config.device.kernels == "native")
 
     def end_micro_batches(self) -> None:
         if self.micro_batches is not None:

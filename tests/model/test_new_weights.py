@@ -51,6 +51,21 @@ def tokens(llm: LLM) -> list[int]:
     return list(llm.generate([PROMPT], GREEDY)[0].outputs[0].token_ids)
 
 
+def test_threads_of_kernels_go_on(folders: list[str], told: list[list[int]]) -> None:
+    """To end them and to start others takes as long as a small model's step."""
+
+    def threads() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name.startswith("planaria-kernel")}
+
+    before = threads()
+    with LLM(folders[0], threads=2, **OPTIONS) as llm:
+        own = threads() - before
+        assert own and tokens(llm) == told[0]
+        for which in (1, 0):
+            llm.update_weights(folders[which])
+            assert tokens(llm) == told[which] and threads() - before == own
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_comes_next_is_of_the_new_ones(folders: list[str], told: list[list[int]], ranks: int) -> None:
     """Prefixes of the old ones count for nothing, and those who come later read the new ones."""

@@ -26,6 +26,13 @@ class Operation(int):
         found = {name: number for kind in reversed(cls.__mro__) for name, number in vars(kind).items()}
         return {name: n for name, n in found.items() if isinstance(n, int) and name != "code"}
 
+    @classmethod
+    @functools.cache
+    def takes(cls, names: tuple[str, ...]) -> bool:
+        """Are these all of its fields?"""
+        words = cls.words()
+        return {words.get(name) for name in names} == set(words.values())
+
 
 class EmbedOp(Operation):
     """Rows of a table of `rows` tokens, of which `first` is the first; others give zeros where it is `partial`.

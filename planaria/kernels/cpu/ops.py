@@ -166,6 +166,12 @@ class CpuOps:
             recorder.open = False
         return runner(recorder, result, lambda: self._team, int(self._zeros.ctypes.data))
 
+    def give_up_weights(self) -> None:
+        """Others come. Results and caches handed out stay valid while they are held."""
+        self._arena.clear()
+        self._biases.clear()
+        self._zeros = self._arena.take(layout.ZERO_BYTES)
+
     def close(self) -> None:
         """End threads and give up weights. Results and caches handed out stay valid while they are held."""
         self._team.close()

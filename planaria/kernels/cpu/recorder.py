@@ -70,6 +70,7 @@ class Recorder:
         self.cp, self.step_rows = cp, layout.ROWS_TOKENS if batch.step is batch else layout.ROWS_STEP
         self.native_tp, self.native_cp = (cast(NativeComm, comm) if comm.port else None for comm in (tp, cp))
         self.tape = Tape()
+        self._tables: dict[int, npt.NDArray[np.int64] | None] = {DENSE: None}
         self.owners: list[object] = [batch]  # what the tape names by address
         self.external: dict[int, npt.NDArray[Any]] = {}  # memory of buffers that are not the recording's, by address
         self.regions: dict[str, int] = {}  # of memory that all ranks see: bytes of a row
@@ -207,7 +208,9 @@ class Recorder:
 
     def kernels(self, kind: int) -> npt.NDArray[np.int64] | None:
         """Table of a packed kind's kernels."""
-        return None if kind == DENSE else self._kinds(kind).table
+        if kind not in self._tables:
+            self._tables[kind] = self._kinds(kind).table
+        return self._tables[kind]
 
     def product_bytes(self, w: Packed) -> int:
         """Of a thread's scratch memory: its tiles, those of a fused activation, its rows if they are not taken as they

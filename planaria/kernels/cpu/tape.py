@@ -47,9 +47,10 @@ class TapeRow:
     fields: dict[str, int | Buffer]
     acts: tuple[Act, ...] = ()
     between: Between | None = None
+    buffers: list[Buffer] = field(init=False)
 
-    def buffers(self) -> list[Buffer]:
-        return [v for v in self.fields.values() if isinstance(v, Buffer)] + [act.buffer for act in self.acts]
+    def __post_init__(self) -> None:
+        self.buffers = [v for v in self.fields.values() if isinstance(v, Buffer)] + [act.buffer for act in self.acts]
 
 
 @dataclass
@@ -58,9 +59,8 @@ class Tape:
 
     def add(self, op: type[Operation], **fields: int | Buffer) -> None:
         """Append an operation. Raises ValueError unless all its fields are given."""
-        words = op.words()
-        if {words.get(name) for name in fields} != set(words.values()):
-            raise ValueError(f"{op.__name__} with the fields {', '.join(fields)}; it has {', '.join(words)}")
+        if not op.takes(tuple(fields)):
+            raise ValueError(f"{op.__name__} with the fields {', '.join(fields)}; it has {', '.join(op.words())}")
         self.rows.append(TapeRow(op, fields))
 
     def cut(self, acts: tuple[Act, ...], between: Between) -> None:
@@ -71,7 +71,7 @@ class Tape:
         """Join a linear operation and the gated activation that alone reads it: no product goes to memory."""
         uses: dict[int, int] = {}
         for row in self.rows:
-            for buffer in row.buffers():
+            for buffer in row.buffers:
                 uses[id(buffer)] = uses.get(id(buffer), 0) + 1
         kept: list[TapeRow] = []
         for row in self.rows:
@@ -84,8 +84,8 @@ class Tape:
                     and uses[id(product)] == 2
                 )
                 if alone and before.fields["half"] == 0 and isinstance(half, int) and half % 16 == 0:
-                    before.fields |= {"out": row.fields["out"], "ldo": row.fields["ldo"], "half": half // 16}
-                    before.fields["act"] = row.fields["act"]
+                    gated = {name: row.fields[name] for name in ("out", "ldo", "act")} | {"half": half // 16}
+                    kept[-1] = TapeRow(before.op, before.fields | gated)
                     continue
             kept.append(row)
         self.rows = kept
@@ -94,13 +94,13 @@ class Tape:
         """Give every buffer an offset, first fit by lifetime; the bytes needed."""
         last: dict[int, int] = {}
         for index, row in enumerate(self.rows):
-            for buffer in row.buffers():
+            for buffer in row.buffers:
                 last[id(buffer)] = index
         last |= {id(result): len(self.rows) for result in results}
         alive: list[Buffer] = []
         total = 0
         for index, row in enumerate(self.rows):
-            for buffer in row.buffers():
+            for buffer in row.buffers:
                 if buffer.offset >= 0 or buffer.address:
                     continue
                 offset = 0
