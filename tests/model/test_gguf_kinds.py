@@ -14,6 +14,7 @@ from gguf.quants import dequantize
 
 from planaria.checkpoint import resolve_checkpoint
 from planaria.checkpoint.spec import TensorInfo
+from planaria.cli.model_report import report
 from planaria.kernels.blocks import KINDS
 from planaria.kernels.ops import Quantized
 from planaria.kernels.quant import dequantise
@@ -71,6 +72,7 @@ def test_a_file_stays_packed_and_answers_as_its_values(file: Path) -> None:
         model = model_of(file, ops, quantization)
         if quantization == "keep":
             assert model.weight_bytes < file.stat().st_size
+            assert not any(form["unpacked"] for form in report(str(file))["weights"]), "planaria models says the same"
         found.append(Driver(model, ops, block_size=16).whole(0, tokens).log_softmax(-1))
         ops.close()
     for packed, limit in zip(found[1:], (5e-3, 1e-2), strict=True):
