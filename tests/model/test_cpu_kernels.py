@@ -110,17 +110,30 @@ class Rows:
 
 def met(x: Tensor, kind: str, isa: str, skip: int = 0) -> Tensor:
     """Rows as weights of a kind meet them: each block of 32 rounded to 8 bits, or to 15, by its own largest value; on
-    AVX2 two blocks of a superblock by that of both. skip: how much of the first superblock isn't there."""
+    AVX2 two blocks of a superblock by that of both, on AVX-512 by as many 127ths of the superblock's largest as hold
+    the block's. skip: how much of the first superblock isn't there."""
     most = torch.tensor(127.0 if KINDS[kind].by_bytes else 16383.0)  # a number / a tensor is rounded twice
     blocks = x.reshape(len(x), -1, 32)
     largest = blocks.abs().amax(-1, keepdim=True)
-    if KINDS[kind].by_bytes and isa == "generic" and host_has("avx2"):
+    if KINDS[kind].by_bytes and (isa != "generic" or host_has("avx2")):
         ends = [*range(8 - skip // 32, blocks.shape[1], 8), blocks.shape[1]]
         for first, end in zip([0, *ends[:-1]], ends, strict=True):
-            for i in range(first, end, 2):
-                largest[:, i : min(i + 2, end)] = largest[:, i : min(i + 2, end)].amax(1, keepdim=True)
+            own, top = largest[:, first:end], largest[:, first:end].amax(1, keepdim=True)
+            if isa == "generic":
+                for i in range(0, end - first, 2):
+                    own[:, i : i + 2] = own[:, i : i + 2].amax(1, keepdim=True)
+            else:
+                own[:] = torch.round(own * (most / top) + 0.5).clamp(1, most) * (top / most)
     whole = torch.round(blocks.double() * (most / largest).double())  # as exactly as fused multiply-adds have it
     return (whole.float() * (largest / most)).reshape(x.shape)
+
+
+def exactness(kind: str, isa: str) -> float:
+    """How far float32 products may be from those of `met` rows, of the largest. Minima of Q2_K are large, and met by
+    sums of 16 bits; on AVX-512 lowest bits of sums of products are cut off, too, for some of what 8 bits
+    cost."""
+    cut = isa != "generic" and kind in ("q4_k", "q5_k", "q6_k")
+    return 1.5e-3 if cut else 3e-5 if kind == "q2_k" else 2e-5
 
 
 # One operation at a time
@@ -205,8 +218,7 @@ def test_packed_weights(ops: CpuOps, kind: str, skip: int) -> None:
     more = 1.2 if kind == "q2_k" else 1.05  # than the file, but for whole panels of whole cache lines
     assert w.nbytes <= weight.data.nbytes * more * 208 / 200 + 64 * 13
     plain = dequantise(weight).float()
-    close_by = 3e-5 if kind == "q2_k" else 2e-5  # its minima are large, and met by sums of 16 bits on AVX2
-    limit = {"bfloat16": 0.012, "float32": close_by}[ops.dtype]
+    limit = {"bfloat16": 0.012, "float32": exactness(kind, ops.target.isa)}[ops.dtype]
     first, seen = None, x.seen()
     run = ops.compile(lambda o: o.linear(o.rms_norm(o.embed(x.table), x.ones, 1e-6), w), x.batch)
     for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 17, 64, 65, 131):
@@ -237,7 +249,7 @@ def test_a_product_of_parts_of_several_kinds(ops: CpuOps) -> None:
     parts = [random_blocks("q4_k", 48, k), random_blocks("q6_k", 16, k), random_blocks("q5_0", 21, k)]
     bias = rand(85)
     packed = tuple(ops.pack(p, b) for p, b in zip(parts, bias.split([48, 16, 21]), strict=True))
-    back = ops.pack(torch.eye(85, k))
+    back, near = ops.pack(torch.eye(85, k)), exactness("q4_k", ops.target.isa)
     for rows in (1, 5, 70):
         x = Rows(ops, rand(rows, k))
         products = [met(x.seen(), part.kind, ops.target.isa) @ dequantise(part).float().T for part in parts]
@@ -245,7 +257,7 @@ def test_a_product_of_parts_of_several_kinds(ops: CpuOps) -> None:
         got = x.run(lambda o, h: o.linear(h, packed))
         assert float((got.float() - want).abs().max()) <= 0.012 * float(want.abs().max())
         kept = x.run(lambda o, h: o.linear(h, packed, residual=o.scores(h, back)))
-        assert float((kept - want - x.seen()[:, :85]).abs().max()) <= 2e-5 * float(want.abs().max())
+        assert float((kept - want - x.seen()[:, :85]).abs().max()) <= near * float(want.abs().max())
     with pytest.raises(ValueError, match="from row 21 on"):
         x.run(lambda o, h: o.linear(h, packed[::-1]))
 

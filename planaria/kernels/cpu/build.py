@@ -34,8 +34,8 @@ from planaria.kernels.objects import CodeMachine, initialise, object_file
 PROGRAM = ("collective", "threads", "striped", "products", "grouped", "lora", "mla", "program")
 SOURCES = (
     *PROGRAM, "../blocks", "../objects", "activations", "build", "codes", "compiler", "emit", "expert_kernels",
-    "fields", "layout", "micro", "mla_values", "native", "packed", "rounded", "superblocks", "target", "unpack",
-    "vector",
+    "fields", "layout", "micro", "mla_values", "native", "packed", "rounded", "superblocks", "target", "twofold",
+    "unpack", "vector",
 )  # fmt: skip
 EXTERNAL = ("syscall", "memcpy", "memset", "memmove")  # all that object code calls outside itself
 EntryPoint = Any  # a C function (control block, thread) -> None, called without the interpreter lock

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from planaria.kernels.blocks import BlockKind
-from planaria.kernels.cpu import superblocks
+from planaria.kernels.cpu import superblocks, twofold
 from planaria.kernels.cpu.codes import place as place_codes
 from planaria.kernels.cpu.emit import F32, I32, Function
 from planaria.kernels.cpu.micro import (
@@ -27,10 +27,10 @@ from planaria.kernels.cpu.unpack import (
     WIDE_ARGS,
     Unpack,
     as_float,
-    ask,
     in_tiles,
     rows_at,
     splat_word,
+    sums_of_group,
 )
 
 
@@ -72,16 +72,8 @@ def few_rows(target: Target, kind: BlockKind) -> int:
 def sums_of_block(f: Function, form: InPairs, steps: Iterator[str], x_at: list[str], factors: list[str]) -> list[str]:
     """A block's sums of each row, times columns' scales."""
     sums = [""] * len(x_at)
-    places = [f.at(x, form.numbers) for x in x_at]
-    for number, runs in enumerate(form.groups):
-        whole = [form.first(f, place, number) for place in places]
-        for first, last in runs:
-            run = [form.begin(f, w, place, number) for w, place in zip(whole, places, strict=True)]
-            for step in range(first, last):
-                codes = next(steps)
-                for r, x in enumerate(x_at):
-                    run[r] = form.add(f, run[r], codes, splat_word(f, f.at(x, 4 * step)))
-            whole = [form.whole(f, w, one) for w, one in zip(whole, run, strict=True)]
+    for number in range(form.count):
+        whole = sums_of_group(f, form, number, steps, x_at)
         sums = [add_group(f, sum, one, factors[number]) for sum, one in zip(sums, whole, strict=True)]
     return sums
 
@@ -220,54 +212,6 @@ def wide(target: Target, kind: BlockKind, panels: int) -> str:
     return f.end()
 
 
-def wide_in_registers(target: Target, kind: BlockKind, panels: int) -> str:
-    """`wide` where registers hold the codes of a block of all these panels: rows meet them one after the other."""
-    f = Function(f"pl_wide_{panels}", WIDE_ARGS)
-    unpack, form, most, w = Unpack(target, kind), form_of(target, kind), tile_rows(target), f.ptr("%w")
-    f.do(f"call void @llvm.memset.p0.i64(ptr {f.ptr('%acc')}, i8 0, i64 {f.mul('%rows', 64 * panels)}, i1 false)")
-    ahead, block_bytes = f.mul("%stride", panels), f.mul("%rows", form.row_bytes)
-
-    def body(i: str, carried: list[str]) -> list[str]:
-        places, codes, factors = [f.ptr(p) for p in unpack.places(f, "%scales", "%blocks", i)], [], []
-        for v in range(panels):
-            panel, own, shared = (f.at(place, f.mul("%stride", v)) for place in (w, *places))
-            unpack.prefetch(f, panel, i, ahead)
-            codes.append([f.opaque(I32, c) for c in unpack.steps(f, f.at(panel, f.mul(i, unpack.block_bytes)))])
-            factors.append(unpack.factors(f, own, shared))
-
-        def row(_: str, at: list[str]) -> list[str]:
-            numbers, sums = f.at(at[0], form.numbers), [""] * panels
-            for number, runs in enumerate(form.groups):
-                whole = [form.first(f, numbers, number)] * panels
-                for first, last in runs:
-                    run = [form.begin(f, one, numbers, number) for one in whole]
-                    for step in range(first, last):
-                        word = splat_word(f, f.at(at[0], 4 * step))
-                        run = [form.add(f, one, own[step], word) for one, own in zip(run, codes, strict=True)]
-                    whole = [form.whole(f, before, one) for before, one in zip(whole, run, strict=True)]
-                own = [each[number] for each in factors]
-                sums = [add_group(f, *each) for each in zip(sums, whole, own, strict=True)]
-            for v, sum in enumerate(sums):
-                place, minima = f.at(at[1], 64 * v), factors[v][unpack.scales :]
-                f.store(F32, scaled(f, f.load(F32, place, 64), sum, numbers, minima), place, 64)
-            return [f.at(at[0], form.row_bytes), f.at(at[1], 64 * panels)]
-
-        def tile(first: str, inner: list[str]) -> list[str]:
-            ask(f, inner[0])
-            after = f.add(first, most)
-            whole = f.op(f"icmp sle i64 {after}, %rows")
-            end = f.op(f"select i1 {whole}, i64 {after}, i64 %rows")
-            following = f.add(inner[0], f.op(f"select i1 {whole}, i64 %each, i64 0"))
-            return [following, *f.loop(first, end, 1, [("ptr", p) for p in inner[1:]], row)]
-
-        x = f.ptr(f.op(f"add i64 %x, {f.mul(i, block_bytes)}"))
-        begin = [("i64", carried[0]), ("ptr", x), ("ptr", f.ptr("%acc"))]
-        return f.loop(0, "%rows", most, begin, tile)[:1]
-
-    f.loop(0, "%blocks", 1, [("i64", "%fetch")], body)
-    return f.end()
-
-
 EMBED_ARGS = ("w", "scales", "column", "count", "out")
 
 
@@ -312,21 +256,22 @@ def kind_module(target: Target, kind: BlockKind) -> str:
         if kind.both > 1:
             superblocks.round_sums(f, target, kind, begin, end)
 
-    if form.by_superblocks:
+    if kind.by_bytes and target.wide:
+        few = {rows: twofold.packed(target, kind, rows) for rows in inline}
+        parts, many, rounding = [], twofold.wide(target, kind), twofold.round_rows(target, kind)
+    elif form.by_superblocks:
         few = {rows: superblocks.packed(target, kind, rows) for rows in inline}
-        parts = superblocks.tiles(target, kind)
-        many = superblocks.wide(target, kind)
+        parts, many = superblocks.tiles(target, kind), superblocks.wide(target, kind)
+        rounding = round_rows(target, kind, then)
     else:
         few = {rows: packed(target, kind, rows) for rows in inline}
-        if kind.by_bytes and target.wide:
-            parts, each = [], {panels: wide_in_registers(target, kind, panels) for panels in widths}
-        else:
-            tiles = range(1, tile_rows(target) + 1)
-            parts = [part(target, kind, rows, panels) for panels in widths for rows in tiles]
-            each = {panels: wide(target, kind, panels) for panels in widths}
+        tiles = range(1, tile_rows(target) + 1)
+        parts = [part(target, kind, rows, panels) for panels in widths for rows in tiles]
+        each = {panels: wide(target, kind, panels) for panels in widths}
         many = "\n".join([*each.values(), dispatcher("pl_wide", WIDE_ARGS, "panels", each)])
+        rounding = round_rows(target, kind, then)
     return "\n".join([
         DECLARATIONS, INTRINSICS,
-        *parts, *few.values(), many, embed(target, kind), place_codes(kind), round_rows(target, kind, then),
+        *parts, *few.values(), many, embed(target, kind), place_codes(kind), rounding,
         dispatcher("pl_packed", PACKED_ARGS, "rows", few),
     ])  # fmt: skip

@@ -23,6 +23,7 @@ B64, B32 = "<64 x i8>", "<32 x i8>"
 ONES = "<" + ", ".join(["i16 1"] * 32) + ">"
 INTRINSICS = f"""
 declare {I32} @llvm.x86.avx512.vpdpbusd.512({I32}, {I32}, {I32})
+declare {I32} @llvm.x86.avx512.vpdpwssd.512({I32}, {I32}, {I32})
 declare {H32} @llvm.x86.avx512.pmaddubs.w.512({B64}, {B64})
 declare <16 x i16> @llvm.x86.avx2.pmadd.ub.sw({B32}, {B32})
 declare <8 x i32> @llvm.x86.avx2.pmadd.wd(<16 x i16>, <16 x i16>)
@@ -33,6 +34,7 @@ declare {B32} @llvm.x86.avx2.pshuf.b({B32}, {B32})
 declare i32 @llvm.vector.reduce.smax.v8i32(<8 x i32>)
 declare i32 @llvm.vector.reduce.smax.v16i32({I32})
 declare <8 x float> @llvm.fma.v8f32(<8 x float>, <8 x float>, <8 x float>)
+declare <8 x i32> @llvm.smin.v8i32(<8 x i32>, <8 x i32>)
 declare i64 @llvm.smin.i64(i64, i64)
 declare i64 @llvm.smax.i64(i64, i64)
 """
@@ -102,18 +104,26 @@ class InPairs:
 class InBytes(InPairs):
     """int8: a step is four neighbours along K, codes uint8 [16][4] as i32 [16]. One instruction multiplies and adds
     (vpdpbusd), or one multiplies and adds pairs into 16 bits (pmaddubsw), which hold the sums of a run. With an offset
-    a run is a group then, and its sums begin with what the offset makes of them: two int16, of either pair of four."""
+    a run is a group then, and its sums begin with what the offset makes of them: two int16, of either pair of four.
+
+    cut: lowest bits that twofold.py takes off sums of products, so that two are in 32 bits, and a superblock's, too."""
 
     steps, item, most, codes = 8, 8, 127, I32
+    cut = 0
 
     def __init__(self, target: Target, kind: BlockKind) -> None:
         super().__init__(target, kind)
         bfloat = target.isa == "avx512_bf16"  # these CPUs have it; "avx512" may be chosen on them, without
         vnni = bfloat or (target.wide and host_has("avx512vnni") and not host_has("avx512bf16"))
         self.direct = vnni or not host_has("avx2")
+        most = self.most * max(kind.offset, (1 << kind.bits) - 1 - kind.offset)  # of a product
+        if target.wide:
+            scale = 128 if kind.offset else 63
+            bound = most * kind.group * 8 * self.count * self.most * scale  # of a superblock's, times scales of both
+            self.cut = (bound >> 31).bit_length()
         if not self.direct:
             self.lanes = H32
-            fit = 32767 // (2 * self.most * max(kind.offset, (1 << kind.bits) - 1 - kind.offset))
+            fit = 32767 // (2 * most)
             self.run = min(self.run, 1 << fit.bit_length() - 1)
 
     @property
@@ -200,7 +210,33 @@ def superblocks(f: Function, place: str, carried: list[tuple[str, str]], body: S
     return f.loop(0, count, 1, carried, each)
 
 
-def of_each(f: Function, combined: Callable[[str, str, str], str], vectors: Sequence[str]) -> str:
+def larger(f: Function, kind: str, a: str, b: str) -> str:
+    """Of floats' magnitudes, as integers, whose order is that of floats: their maximum is a tree, that of floats a
+    chain for NaNs' sake."""
+    return f.op(f"call {kind} @llvm.smax.v{kind[1:].split()[0]}i32({kind} {a}, {kind} {b})")
+
+
+def added(f: Function, kind: str, a: str, b: str) -> str:
+    return f.op(f"add {kind} {a}, {b}")
+
+
+def largest(f: Function, halves: Sequence[str]) -> str:
+    """Bits of the larger magnitudes of a block's two halves, i32 [16]."""
+    bits = [f.op(f"bitcast {F32} {v} to {I32}") for v in halves]
+    return larger(f, I32, *(f.op(f"and {I32} {b}, {f.const_i32(0x7FFFFFFF)}") for b in bits))
+
+
+def quantised(f: Function, form: InPairs, halves: Sequence[str], factor: str, to: str) -> list[str]:
+    """A block's numbers times a factor, as integers, which are stored; i32 [16] whose lanes add up to each group's."""
+    own, wholes, short = f.splat("float", factor), list[str](), f"<16 x i{form.item}>"
+    for h, v in enumerate(halves):
+        moved = f.op(f"bitcast {F32} {f.fma(v, own, f.const_f32(ROUNDING))} to {I32}")
+        wholes.append(f.op(f"sub {I32} {moved}, {f.const_i32(ROUNDING_BITS)}"))
+        f.store(short, f.op(f"trunc {I32} {wholes[-1]} to {short}"), f.at(to, 2 * form.item * h), 2)
+    return wholes if form.count > 1 else [added(f, I32, *wholes)]
+
+
+def of_each(f: Function, combined: Callable[[Function, str, str, str], str], vectors: Sequence[str]) -> str:
     """All lanes of each of four vectors i32 [16], combined: i32 [4]. combined: of two vectors of that type."""
 
     def picked(a: str, b: str, lanes: Sequence[int]) -> str:
@@ -209,14 +245,14 @@ def of_each(f: Function, combined: Callable[[str, str, str], str], vectors: Sequ
         return f.op(f"shufflevector {I32} {a}, {I32} {b}, <16 x i32> <{mask}>")
 
     def pair(a: str, b: str, first: Sequence[int], second: Sequence[int]) -> str:
-        return combined(I32, picked(a, b, first), picked(a, b, second))
+        return combined(f, I32, picked(a, b, first), picked(a, b, second))
 
     halves = [pair(vectors[i], vectors[i + 1], (0, 4, 1, 5), (2, 6, 3, 7)) for i in (0, 2)]
     found, lanes = pair(halves[0], halves[1], (0, 1, 4, 5), (2, 3, 6, 7)), 16
     while lanes > 4:
         first, second = (half_of(f, "i32", found, half, lanes) for half in (0, 1))
         lanes //= 2
-        found = combined(f"<{lanes} x i32>", first, second)
+        found = combined(f, f"<{lanes} x i32>", first, second)
     return found
 
 
@@ -230,13 +266,6 @@ def round_rows(target: Target, kind: BlockKind, then: Callable[[Function, str, s
         f"<{', '.join([f'float {literal(value)}'] * AT_ONCE)}>" for value in (form.most, 1 / form.most, 0.0)
     )
     floats, places = f"<{AT_ONCE} x float>", range(AT_ONCE)
-
-    def larger(kind: str, a: str, b: str) -> str:
-        # as integers, whose order is that of floats: their maximum is a tree, that of floats a chain for NaNs' sake
-        return f.op(f"call {kind} @llvm.smax.v{kind[1:].split()[0]}i32({kind} {a}, {kind} {b})")
-
-    def added(kind: str, a: str, b: str) -> str:
-        return f.op(f"add {kind} {a}, {b}")
 
     def one(vector: str, place: int, kind: str = "float") -> str:
         return f.op(f"extractelement <{AT_ONCE} x {kind}> {vector}, i64 {place}")
@@ -253,10 +282,9 @@ def round_rows(target: Target, kind: BlockKind, then: Callable[[Function, str, s
         for block in blocks:
             at = f.at(x, f.mul(block, 32 * target.item))
             halves.append([act.load(f.at(at, 16 * target.item * h)) for h in range(2)])
-            bits = [f.op(f"bitcast {F32} {v} to {I32}") for v in halves[-1]]
-            tops.append(larger(I32, *(f.op(f"and {I32} {b}, {f.const_i32(0x7FFFFFFF)}") for b in bits)))
+            tops.append(largest(f, halves[-1]))
         if form.by_superblocks:
-            tops = [top for k in (0, 2) for top in [larger(I32, *tops[k : k + 2])] * 2]
+            tops = [top for k in (0, 2) for top in [larger(f, I32, *tops[k : k + 2])] * 2]
         most = f.op(f"bitcast <{AT_ONCE} x i32> {of_each(f, larger, tops)} to {floats}")
         inverse = f.op(f"fdiv {floats} {most_wanted}, {most}")
         none = f.op(f"fcmp oeq {floats} {most}, {nothing}")
@@ -266,13 +294,7 @@ def round_rows(target: Target, kind: BlockKind, then: Callable[[Function, str, s
         sums = list[list[str]]()  # of each block, by group
         for k in places:
             f.store("float", one(scale, k), f.at(to[k], form.numbers), 4)
-            own, wholes = f.splat("float", one(factor, k)), list[str]()
-            for h, v in enumerate(halves[k]):
-                moved = f.op(f"bitcast {F32} {f.fma(v, own, f.const_f32(ROUNDING))} to {I32}")
-                wholes.append(f.op(f"sub {I32} {moved}, {f.const_i32(ROUNDING_BITS)}"))
-                short = f"<16 x i{form.item}>"
-                f.store(short, f.op(f"trunc {I32} {wholes[-1]} to {short}"), f.at(to[k], 2 * form.item * h), 2)
-            sums.append(wholes if form.count > 1 else [added(I32, *wholes)])
+            sums.append(quantised(f, form, halves[k], one(factor, k), to[k]))
         for g in range(form.count):
             total = of_each(f, added, [each[g] for each in sums])
             times = f.op(f"fmul {floats} {scale}, {f.op(f'sitofp <{AT_ONCE} x i32> {total} to {floats}')}")

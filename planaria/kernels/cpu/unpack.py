@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from planaria.kernels.blocks import BLOCK, LEVELS, BlockKind
 from planaria.kernels.cpu.emit import F32, I32, Function
@@ -149,7 +149,23 @@ def rows_at(f: Function, first: str, form: InPairs, rows: int) -> list[str]:
     return [f.at(first, form.row_bytes * r) for r in range(rows)]
 
 
-def ask(f: Function, fetch: str) -> None:
+def sums_of_group(
+    f: Function, form: InPairs, group: int, codes: Iterator[str], x_at: Sequence[str], start: str = ""
+) -> list[str]:
+    """Each row's sums of a block's group, i32 [16]. start: what they begin with, else what the form says."""
+    places = [f.at(x, form.numbers) for x in x_at]
+    whole = [start or form.first(f, place, group) for place in places]
+    for first, last in form.groups[group]:
+        run = [form.begin(f, w, place, group) for w, place in zip(whole, places, strict=True)]
+        for step in range(first, last):
+            code = next(codes)
+            for r, x in enumerate(x_at):
+                run[r] = form.add(f, run[r], code, splat_word(f, f.at(x, 4 * step)))
+        whole = [form.whole(f, w, one) for w, one in zip(whole, run, strict=True)]
+    return whole
+
+
+def ask(f: Function, fetch: str, each: str = "%each") -> None:
     """For the 512 bytes at the next address of a list, which `fetch` is the place of; where there are any."""
 
     def lines() -> None:
@@ -157,7 +173,7 @@ def ask(f: Function, fetch: str) -> None:
         for k in range(8):
             prefetch(f, f.at(line, 64 * k))
 
-    f.when(f.op("icmp ne i64 %each, 0"), lines)
+    f.when(f.op(f"icmp ne i64 {each}, 0"), lines)
 
 
 def in_tiles(f: Function, most: int, tile: Callable[[int, str], None], fetch: str = "", times: int = 1) -> str:
