@@ -170,10 +170,9 @@ class Runner:
         others = LaneResult([], [], prompt_logprobs=prompt_logprobs, errors=refused, pooled=vectors)
         if not samples:
             return others
-        at = np.array(samples) if chunks else rows
         if logits is None or sampler is None:
             if isinstance(self.sampler, Follower) and self.sampler.follows(samples):
-                return self._begun(at, samples, self.sampler.begin(samples), others, ahead=ahead)
+                return self._begun(samples, self.sampler.begin(samples), others, ahead=ahead)
             self.stage.drew(turn, samples, None)
             if self.speculation is not None and self.speculation.follow():
                 self.stage.take_tokens(turn, self._hear)
@@ -189,34 +188,35 @@ class Runner:
         if sampler.follows(samples):
             begun = sampler.begin(logits, samples)
             if ahead or sampler.tells:
-                return self._begun(at, samples, begun, others, ahead=ahead)
+                return self._begun(samples, begun, others, ahead=ahead)
             _read(self._open)
-            (new, errors), logprobs = begun.read(), None
+            (found, errors), logprobs = begun.read(), None
+            new = found.tolist()
         else:
             _read(self._open)
-            tokens, logprobs, errors = sampler.sample(logits, samples)
-            new = np.array(tokens)
-        self.stage.drew(turn, samples, new.astype(np.int32)[:, None])
-        return self._drew(at, samples, new, errors, others, logprobs)
+            new, logprobs, errors = sampler.sample(logits, samples)
+        self.stage.drew(turn, samples, [[token] for token in new])
+        return self._drew(samples, new, errors, others, logprobs)
 
     def _begun(
-        self, at: npt.NDArray[Any], samples: list[int], begun: RowsDrawn, others: LaneResult, *, ahead: bool
+        self, samples: list[int], begun: RowsDrawn, others: LaneResult, *, ahead: bool
     ) -> LaneResult | StepUnderWay:
-        """`samples`, which is `at`, are drawn for on the device, where the next step finds it."""
+        """`samples` are drawn for on the device, where the next step finds it."""
         _read(None if ahead else self._open)
-        self._open = StepUnderWay(self, begun.ready, lambda: self._drew(at, samples, *begun.read(), others))
-        self._drawn_at[at] = self.batch.counting[: len(at)]
+        self._open = StepUnderWay(self, begun.ready, lambda: self._drew(samples, *begun.read(), others))
+        self._drawn_at[samples] = self.batch.counting[: len(samples)]
         return self._open if ahead else self._open.result()
 
     def _drew(
-        self, at: npt.NDArray[Any], samples: list[int], drawn: npt.NDArray[np.int64], errors: dict[int, str],
-        others: LaneResult, logprobs: dict[int, TokenLogprobs] | None = None,
+        self, samples: list[int], drawn: list[int] | npt.NDArray[np.int64], errors: dict[int, str], others: LaneResult,
+        logprobs: dict[int, TokenLogprobs] | None = None,
     ) -> LaneResult:  # fmt: skip
-        """`samples`, which is `at`, drew these. others: what else came of the step."""
-        self.last[at] = drawn
+        """`samples` drew these. others: what else came of the step."""
+        tokens: list[int] = drawn if isinstance(drawn, list) else drawn.tolist()
+        for row, token in zip(samples, tokens, strict=True):
+            self.last[row] = token
         if not self.stage.samples:
             return others
-        tokens: list[int] = drawn.tolist()
         if errors:
             kept = [i for i, row in enumerate(samples) if row not in errors]
             samples, tokens = [samples[i] for i in kept], [tokens[i] for i in kept]
