@@ -29,7 +29,15 @@ SERVER = (
     *preload.before_it_is_known(),
 )  # fmt: skip
 LIMIT = 60.0  # seconds, for the imports
-AT_FIRST = _concerns(())  # the folder, and variables that are read once
+
+
+def _concern() -> tuple[str, dict[str, str]]:
+    """The folder, and variables that are read once, but for one that torch sets where it is imported."""
+    _, folder, variables = _concerns(())
+    return folder, {name: value for name, value in variables.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+
+
+AT_FIRST = _concern()
 
 
 class Forks:
@@ -52,7 +60,7 @@ class Forks:
 
     @property
     def fit(self) -> bool:
-        return self.here == os.getpid() and not self.over and self.server.fits(self.modules)
+        return self.here == os.getpid() and not self.over and not self.server._fails
 
 
 class Forked:
@@ -122,7 +130,7 @@ def begin(
     """`python -m COMMAND`, with what it says on a pipe, or two: together with what it complains of. env: besides this
     process's."""
     environment = {**os.environ, **(env or {})}
-    if _concerns(()) == AT_FIRST and not any(name.startswith(READ_ONCE) for name in env or ()):
+    if _concern() == AT_FIRST and not any(name.startswith(READ_ONCE) for name in env or ()):
         with _making:
             forks = _forks.get(modules)
             if forks is None:

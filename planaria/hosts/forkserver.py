@@ -93,7 +93,7 @@ def _here() -> str:
         return ""
 
 
-def _concerns(modules: Sequence[str]) -> object:
+def _concerns(modules: Sequence[str]) -> tuple[list[str], str, dict[str, str]]:
     """All that decides what is imported."""
     return list(modules), _here(), {k: v for k, v in environment().items() if k.startswith(READ_ONCE)}
 

@@ -21,6 +21,7 @@ import pytest
 
 from planaria.cli import main
 from planaria.cli.generate import read_prompts
+from tests.forked import begin
 from tests.proc.servers import TINY, needs_smollm2, planaria, planaria_here
 
 pytestmark = needs_smollm2
@@ -66,6 +67,22 @@ def said(in_process: None, capfd: pytest.CaptureFixture[str]) -> Said:
 def test_version() -> None:
     result = planaria("--version")
     assert result.returncode == 0 and re.fullmatch(r"planaria \d+\.\d+\.\d+\n", result.stdout)
+
+
+def test_commands_of_tests_are_forks_but_where_that_makes_a_difference(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Torch sets a variable of its own where it is imported, as it is sooner or later where tests run."""
+
+    def made(env: dict[str, str] | None = None) -> str:
+        process = begin(["planaria", "--version"], env)
+        assert process.communicate(60.0)[0].startswith("planaria ") and process.returncode == 0
+        return type(process).__name__
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert made() == "Forked" and made({"OMP_NUM_THREADS": "1"}) == "Popen"
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert made() == "Popen"
 
 
 def test_nobody_looks_for_garbage_in_what_ends(in_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
