@@ -102,6 +102,9 @@ def test_every_engine_has_them_also_those_that_come_later(server: Server, folder
     assert ask(server)["token_ids"] == after[0]["token_ids"]
 
 
+ENDED = "whose place this one took, has ended"  # and others may take this one's
+
+
 def test_who_takes_the_servers_place_goes_on_with_those_in_force(folders: list[Path]) -> None:
     options = ["--skip-tokenizer-init", "--served-model-name", "m", "--max-model-len", "4096"]
     with ExitStack() as stack:
@@ -121,8 +124,10 @@ def test_who_takes_the_servers_place_goes_on_with_those_in_force(folders: list[P
         with SharedWeights(load_file(folders[0] / "model.safetensors")) as weights:
             done = httpx2.post(second.url + "/update_weights", json={"handle": weights.handle}, timeout=PATIENCE)
             assert done.status_code == 200, done.text
+        second.wait_for(ENDED)
         third = successor(folders[0])
         assert (found := ask(third))["token_ids"] == before["token_ids"] and found["weights_versions"] == [[0, 2]]
+        third.wait_for(ENDED)
         fourth = successor(folders[1])
         assert (found := ask(fourth))["token_ids"] == after["token_ids"] and "weights_versions" not in found
         assert any("weights are those of this command line" in line for line in fourth.log)
