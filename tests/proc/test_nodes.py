@@ -150,7 +150,8 @@ def test_networks_and_what_runs_there_end_with_the_tests(two_networks: list[tupl
 import subprocess, sys, time
 from tests.proc.networks import several_networks
 with several_networks(1) as networks:
-    run = subprocess.Popen([*networks.prefixes[0], "sleep", "1000"], stdout=subprocess.DEVNULL)
+    run = subprocess.Popen([*networks.prefixes[0], "sh", "-c", "echo; exec sleep 1000"], stdout=subprocess.PIPE)
+    run.stdout.readline()  # it runs there now
     print(networks.spaces[0], run.pid, flush=True)
     time.sleep(1000)
 """
