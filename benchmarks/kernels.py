@@ -102,7 +102,7 @@ def fill(batch: Batch, sequences: int, context: int, new: int, samples: int) -> 
             t += 1
     batch.seq_start[sequences] = t
     batch.sample_index[:samples] = np.arange(t - samples, t)
-    batch.counts[:] = [t, sequences, samples, 0]
+    batch.counts[:3] = t, sequences, samples
 
 
 CASES = {  # name: layers, head, sequences, context, new tokens, samples
