@@ -16,10 +16,10 @@ import stat
 import sys
 import weakref
 from collections.abc import Collection, Iterable, Mapping
-from io import FileIO
+from io import BufferedReader, FileIO
 from typing import Any
 
-from planaria.checkpoint import files
+from planaria.checkpoint.files import descriptor
 from planaria.checkpoint.folder import MAX_HEADER, for_model, safetensors_header
 from planaria.checkpoint.spec import Checkpoint, TensorInfo
 from planaria.checkpoint.text_part import PREFIXES, text_tensors
@@ -112,7 +112,7 @@ class SharedWeights:
 
 def opened(file: str) -> FileIO:
     """One of a checkpoint's files, by its path or handle. Raises OSError."""
-    return open(_open(file), "rb", buffering=0) if file.startswith(SCHEME) else files.opened(file)
+    return open(_open(file) if file.startswith(SCHEME) else descriptor(file), "rb", buffering=0)
 
 
 def _open(handle: str) -> int:
@@ -207,7 +207,7 @@ def tensors_for(present: Checkpoint, weights: SharedWeights, optional: Collectio
     """What is there, as tensors of the model that a checkpoint is of. optional: names that either may lack. Raises
     ModelError naming what is missing, or is another."""
     place = _short(weights.handle)
-    with opened(weights.handle) as file:
+    with BufferedReader(opened(weights.handle)) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         head = length.to_bytes(8, "little") + file.read(max(0, min(length, size, MAX_HEADER)))
