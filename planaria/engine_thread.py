@@ -16,6 +16,7 @@ from typing import Any
 
 from planaria.errors import EngineDead
 from planaria.executor.loop import EngineLoop
+from planaria.executor.pending import Pending
 from planaria.server.stream import Choices, Piece
 from planaria.types import Delta, FinishReason
 from planaria.wire import Cancel, EngineFacts, ToEngine
@@ -36,12 +37,12 @@ class Waiting:
 
 
 class EngineThread:
-    """Runs `loop`. inbox: what it is told; "look" has it look at its ranks, None ends it. waiting: by request. answers:
-    that somebody waits for. ended: why nothing will come any more."""
+    """Runs `loop`. inbox: what it is told, or is to do; "look" has it look at its ranks, None ends it. waiting: by
+    request. answers: that somebody waits for. ended: why nothing will come any more."""
 
     def __init__(self, loop: EngineLoop, answers: dict[str, Future[Any]]) -> None:
         self.loop, self.answers, self.ended = loop, answers, ""
-        self.inbox: queue.SimpleQueue[ToEngine | str | None] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[ToEngine | Callable[[], object] | str | None] = queue.SimpleQueue()
         self.waiting: dict[str, Waiting] = {}
         self.failure: EngineDead | None = None
         self._lock = threading.Lock()
@@ -107,9 +108,31 @@ class EngineThread:
                     return
                 if isinstance(message, str):
                     break
-                self.loop.handle(message)
+                message() if callable(message) else self.loop.handle(message)
             if not self.loop.step():
                 self.loop.check()
+
+    def ask_ranks(self, id: str, *called: Any) -> Future[Any]:
+        """What all answer to a method, see `EngineLoop.call`; from any thread."""
+        future = self.answers[id] = Future[Any]()
+        future.set_running_or_notify_cancel()
+
+        def hear(pending: Pending) -> None:
+            try:
+                answer = pending.result()
+            except Exception as e:
+                self.answers.pop(id).set_exception(e)
+            else:
+                self.answers.pop(id).set_result(answer)
+
+        def ask() -> None:
+            try:
+                self.loop.pending.ask(hear, *called)
+            except Exception as e:
+                self.answers.pop(id).set_exception(e)
+
+        self.inbox.put(ask)
+        return future
 
     def _fail(self, why: str) -> None:
         self.ended = why

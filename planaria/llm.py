@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -89,6 +89,7 @@ logger = logging.getLogger("planaria")
 ChatMessage = dict[str, Any]
 Folder = str | os.PathLike[str]
 Changed = Slept | WeightsUpdated
+Answer = TypeVar("Answer")
 OnProgress = Callable[[StartUpNews], None]
 
 
@@ -857,8 +858,22 @@ class AsyncLLM(_Front):
         asked = await asyncio.to_thread(self._weights, path, tensors, handle, keep_kv, beside=True)
         _changed(await self._tell(asked))
 
+    async def collective_rpc(
+        self, method: str | Callable[..., Any], timeout: float | None = None, args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:  # fmt: skip
+        """See LLM.collective_rpc. Steps that come later wait for it; nothing in this thread does."""
+        name = f"c{next(self._numbers)}"
+        try:
+            async with asyncio.timeout(timeout):
+                return await self._answer(self._engine.ask_ranks(name, method, tuple(args), kwargs))
+        except TimeoutError:
+            raise TimeoutError(f"{method} was not done on every rank in {timeout:g} s") from None
+
     async def _tell(self, asked: Sleep | UpdateWeights) -> Changed:
-        future = self._ask(asked, self._engine.inbox.put)
+        return await self._answer(self._ask(asked, self._engine.inbox.put))
+
+    async def _answer(self, future: Future[Answer]) -> Answer:
         if self._engine.ended:
             raise EngineDead(self._engine.ended)
         return await asyncio.wrap_future(future)

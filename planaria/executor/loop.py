@@ -29,7 +29,7 @@ from planaria.executor.link.codec import encode_command
 from planaria.executor.link.faults import LinkError
 from planaria.executor.loras import LoraStore
 from planaria.executor.new_weights import NewWeights
-from planaria.executor.pending import Pending
+from planaria.executor.pending import Pending, PendingCalls
 from planaria.executor.reply_ledger import Ticket
 from planaria.executor.sleeper import Sleeper
 from planaria.executor.status import Reports, facts_of
@@ -95,7 +95,8 @@ class EngineLoop:
         self.sleeper = Sleeper(self.gang, say, clock, lambda: settle(self), lambda: wake(self))
         self.new_weights = NewWeights(self, lambda: settle(self))
         self.loras = LoraStore(config, self.gang, lambda: self.clock())
-        self.reports = Reports(self.gang, self.call, self.busy, say)
+        self.pending = PendingCalls(self.call)
+        self.reports = Reports(self.gang, self.pending, self.busy, say)
 
     # -- starting and ending
 
@@ -247,8 +248,8 @@ class EngineLoop:
         """Is there anything to do without a new message?"""
         core, departure = self.core, self.layout_change.departure
         if self.sleeper.level is not None:
-            return bool(self.gang.ledger.open or self.reports.open)
-        return core is not None and bool(self._has_work() or self.reports.open or departure or core.transfers())
+            return bool(self.gang.ledger.open or self.pending.open)
+        return core is not None and bool(self._has_work() or self.pending.open or departure or core.transfers())
 
     def step(self) -> bool:
         """One round; True if something was computed. Lost ranks are replaced; open requests are always answered."""
@@ -264,12 +265,12 @@ class EngineLoop:
                 if plan is None:
                     break
                 gang.send(plan)
-            self.reports.answer()  # some may have ended with their epoch
+            self.pending.answer()  # some may have ended with their epoch
             if not gang.ledger.open:
                 return False
             for ticket in gang.poll() or ():
                 self.complete(ticket)
-            self.reports.answer()
+            self.pending.answer()
         except WorkersLost as e:
             self.begin_next(e)
         return True

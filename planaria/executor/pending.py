@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,24 @@ class Pending:
         if failed is not None:
             raise _error(command.method, failed)
         return [getattr(reply, "value", None) for reply in self._ticket.in_order()]
+
+
+class PendingCalls:
+    """Calls whose answers nobody waits for in this thread: who asked hears of each when every rank has answered, or has
+    ended with its epoch. call: see EngineLoop."""
+
+    def __init__(self, call: Callable[..., Pending]) -> None:
+        self.call = call
+        self.open: deque[tuple[Pending, Callable[[Pending], object]]] = deque()
+
+    def ask(self, hear: Callable[[Pending], object], *called: Any) -> None:
+        """Raises as `call`."""
+        self.open.append((self.call(*called), hear))
+
+    def answer(self) -> None:
+        while self.open and self.open[0][0].done():
+            pending, hear = self.open.popleft()
+            hear(pending)
 
 
 def _error(method: str, failed: Failed) -> CallFailed | UserError:

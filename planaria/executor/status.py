@@ -15,7 +15,7 @@ from planaria.config.options import EngineConfig
 from planaria.core.engine import EngineCore
 from planaria.errors import CallFailed, EngineDead, UserError
 from planaria.executor.gang import Gang
-from planaria.executor.pending import Pending
+from planaria.executor.pending import Pending, PendingCalls
 from planaria.node import home, node_name, process_state, resident_bytes, uptime
 from planaria.protocol import Hello
 from planaria.topology import Layout
@@ -71,13 +71,12 @@ def places_of(gang: Gang) -> list[CameUp]:
 
 
 class Reports:
-    """call: of a worker's method on every rank, as `EngineLoop.call`; busy: has the engine anything to do?"""
+    """pending: what ranks are asked; busy: has the engine anything to do?"""
 
     def __init__(
-        self, gang: Gang, call: Callable[[str], Pending], busy: Callable[[], bool], emit: Callable[[FromEngine], None]
+        self, gang: Gang, pending: PendingCalls, busy: Callable[[], bool], emit: Callable[[FromEngine], None]
     ) -> None:
-        self.gang, self.call, self.busy, self.emit = gang, call, busy, emit
-        self.open: list[Pending] = []  # ranks' answers that a Report waits for
+        self.gang, self.pending, self.busy, self.emit = gang, pending, busy, emit
 
     def ask(self, dead: bool) -> None:
         """dead: the engine has ended, and no rank answers."""
@@ -85,18 +84,16 @@ class Reports:
             self._tell({})
         else:
             try:
-                self.open.append(self.call("resident"))
+                self.pending.ask(self._hear, "resident")
             except EngineDead:
                 self._tell({})
 
-    def answer(self) -> None:
-        """Those whose ranks have answered, or have ended with their epoch."""
-        while self.open and self.open[0].done():
-            try:
-                resident = dict(enumerate(self.open.pop(0).result()))
-            except (CallFailed, UserError):  # a worker class of the user's, which may not say
-                resident = {}
-            self._tell(resident)
+    def _hear(self, answers: Pending) -> None:
+        try:
+            resident = dict(enumerate(answers.result()))
+        except (CallFailed, UserError):  # a worker class of the user's, which may not say
+            resident = {}
+        self._tell(resident)
 
     def _tell(self, resident: dict[int, int]) -> None:
         gang, state = self.gang, "busy" if self.busy() else "idle"

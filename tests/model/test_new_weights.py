@@ -254,20 +254,11 @@ def test_ranks_read_nothing_in_the_pause(
     async def told() -> list[int]:
         return [token async for piece in engine.generate(PROMPT, GREEDY) for token in piece.token_ids]
 
-    def ask(message: Any) -> Any:
-        """In the engine's thread, for no other may, when the next request comes."""
-        engine._loop.agree = lambda message: message
-        own_bytes.extend(engine._loop.call("own_bytes").result(60))
-        return message
-
-    own_bytes: list[int] = []
-
     async def main() -> None:
         assert await told() != wanted
         await engine.update_weights(own[1])
-        engine._loop.agree = ask
         assert await told() == wanted
-        assert own_bytes and set(own_bytes) == {0}
+        assert set(await engine.collective_rpc("own_bytes", 60)) == {0}
         os.kill(engine._loop.gang.members[0].pid, signal.SIGKILL)
         assert await told() == wanted
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from planaria import LLM, SamplingParams
+from planaria import LLM, AsyncLLM, SamplingParams
 from planaria.errors import CallFailed, EngineDead, PlanariaError, UserError
 from planaria.executor import status
 from planaria.wire import Report
@@ -153,6 +154,44 @@ def test_a_rank_that_was_killed_while_idle() -> None:
         os.kill(llm.facts.ranks[1], signal.SIGKILL)
         with pytest.raises(EngineDead, match=r"rank 1 failed in (call|idle): its process was killed by signal 9"):
             llm.collective_rpc("fail_on", args=(2,))
+
+
+def test_ranks_are_asked_beside_streams_of_asyncio(small: Path, tmp_path: Path) -> None:
+    """Between two steps; the event loop goes on meanwhile."""
+    engine = AsyncLLM(str(small), tensor_parallel_size=2, worker_extension_cls=f"{HERE}.Extension", **OPTIONS)
+    ask, path = engine.collective_rpc, tmp_path / "go"
+
+    async def tokens() -> list[int]:
+        return [token async for piece in engine.generate(PROMPT, GREEDY) for token in piece.token_ids]
+
+    async def main() -> None:
+        alone = await tokens()
+        assert [await tokens(), [rank for rank, _, _ in await ask("where")]] == [alone, [0, 1]]
+        with pytest.raises(TimeoutError, match=r"wait_for was not done on every rank in 0\.05 s"):
+            await ask("wait_for", 0.05, [str(path)])
+        after = [asyncio.create_task(each) for each in (ask("where", kwargs={"add": 5}), tokens())]
+        path.touch()
+        assert [rank for rank, _, _ in await after[0]] == [5, 6] and await after[1] == alone
+        with pytest.raises(CallFailed, match="fail_on failed on rank 1: ValueError: as asked"):
+            await ask("fail_on", args=(1,))
+        with pytest.raises(PlanariaError, match="no message can hold a object"):
+            await ask("where", args=(object(),))
+        with pytest.raises(UserError, match="no method 'nothing'"):
+            await ask("nothing")
+        await engine.sleep()
+        assert await ask("fail_on", args=(2,)) == ["fine", "fine"]
+        await engine.wake_up()
+        with pytest.raises(CallFailed, match="end did not finish: rank 1 failed in call"):
+            await ask("end", args=(1,))
+        assert await tokens() == alone
+        engine.close()
+        with pytest.raises(EngineDead, match="the engine was closed"):
+            await ask("where")
+
+    try:
+        asyncio.run(asyncio.wait_for(main(), 120))
+    finally:
+        engine.close()
 
 
 def test_a_launcher_may_hold_its_ranks_itself() -> None:
