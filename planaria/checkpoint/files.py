@@ -14,7 +14,7 @@ def descriptor(path: Path | str) -> int:
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(errno.EINVAL, "is not a file")
+        raise OSError(errno.EINVAL, "is not a file", str(path))
     return fd
 
 

@@ -270,7 +270,6 @@ class EngineLoop:
                 return False
             for ticket in gang.poll() or ():
                 self.complete(ticket)
-            self.pending.answer()
         except WorkersLost as e:
             self.begin_next(e)
         return True

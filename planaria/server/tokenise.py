@@ -9,10 +9,12 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from planaria.checkpoint.files import descriptor, opened
 from planaria.checkpoint.spec import Checkpoint
 from planaria.errors import ModelError, RequestError
 from planaria.server.messages import check_messages
@@ -291,7 +293,8 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
         from tokenizers import Tokenizer as Backend
 
         try:
-            backend = Backend.from_file(str(path))
+            with opened(path) as file:
+                backend = Backend.from_buffer(file.read())
         except Exception as e:  # the library raises a bare Exception for whatever is wrong with the file
             raise ModelError(f"{path}: can't be read as a tokenizer ({_line(e)}); get the file again") from None
     else:
@@ -314,6 +317,9 @@ def _from_transformers(folder: str, special: dict[str, str]) -> tuple[tokenizers
             'pip install "planaria[transformers]", or add the model\'s tokenizer.json'
         ) from None
     try:
+        for path in Path(folder).iterdir():  # those that a library may open, and wait for
+            if path.exists() and not path.is_dir():
+                os.close(descriptor(path))
         slow = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         backend = slow.backend_tokenizer
     except Exception as e:  # whatever transformers, sentencepiece or a missing package raise

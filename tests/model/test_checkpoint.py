@@ -541,6 +541,10 @@ def test_a_tokenizer_that_only_transformers_reads(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no tokenizer\.json, and transformers can't read the tokenizer") as caught:
         load_tokenizer(resolve_checkpoint(str(folder)))
     assert "\n" not in str(caught.value)
+    (folder / "merges.txt").unlink()
+    (folder / "merges.txt").symlink_to(os.devnull)
+    with pytest.raises(ModelError, match=r"is not a file: .*/merges\.txt"):
+        load_tokenizer(resolve_checkpoint(str(folder)))
 
 
 # ---- what is refused
@@ -662,7 +666,7 @@ def test_what_may_never_end_is_no_file_of_a_model(tmp_path: Path, name: str) -> 
     path.unlink(missing_ok=True)
     path.symlink_to(os.devnull)
     message = refusal(path.parent if name else path)
-    assert message.startswith(f"{path}: can't be read: ") and message.endswith("is not a file")
+    assert message.startswith(f"{path}: can't be read: ") and "is not a file" in message
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(OSError, match="is not a file"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -157,6 +158,20 @@ def test_missing_and_damaged_tokenizers(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
     with pytest.raises(ModelError, match="--skip-tokenizer-init"):
         load_tokenizer(Checkpoint(name="m", path="/m", format="gguf", config={}))
+
+
+def test_what_may_never_end_is_no_tokenizer(tmp_path: Path) -> None:
+    """A pipe or a device, which the library would wait for."""
+    checkpoint = save(word_pieces(), tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.unlink()
+    path.symlink_to(os.devnull)
+    with pytest.raises(ModelError, match=r"tokenizer\.json: can't be read as a tokenizer .*is not a file"):
+        load_tokenizer(checkpoint)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ModelError, match="is not a file"):
+        load_tokenizer(checkpoint)
 
 
 def test_template_environment() -> None:
