@@ -235,8 +235,8 @@ def embed(target: Target, kind: BlockKind) -> str:
                 halves = [f.op(f"extractelement {H32} {codes}, i64 {place}") for place in (even, odd)]
                 found = [f.op(f"sext i16 {half} to i32") for half in halves]
             for k, q in enumerate(found):
-                if kind.offset:
-                    q = f.op(f"sub i32 {q}, {kind.offset}")
+                if form.offset:
+                    q = f.op(f"sub i32 {q}, {form.offset}")
                 value = f.op(f"sitofp i32 {q} to float")
                 for code, side in zip(("fmul", "fadd"), sides, strict=True):
                     if side:

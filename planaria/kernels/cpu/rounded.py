@@ -20,6 +20,7 @@ from planaria.kernels.objects import initialise
 
 I64 = "<32 x i32>"
 B64, B32 = "<64 x i8>", "<32 x i8>"
+LEVELS_OFFSET = 127  # of levels, so that they are unsigned
 ONES = "<" + ", ".join(["i16 1"] * 32) + ">"
 INTRINSICS = f"""
 declare {I32} @llvm.x86.avx512.vpdpbusd.512({I32}, {I32}, {I32})
@@ -54,7 +55,8 @@ class InPairs:
     steps, item, most, lanes, codes = 16, 16, 16383, I32, H32  # so that no sum of a block of any kind leaves 32 bits
 
     def __init__(self, target: Target, kind: BlockKind) -> None:
-        self.target, self.offset, self.count = target, kind.offset, BLOCK // kind.group
+        self.target, self.count = target, BLOCK // kind.group
+        self.offset = LEVELS_OFFSET if kind.levels else kind.offset
         self.numbers, self.row_bytes = 4 * self.steps, 4 * self.steps + 16
         self.run = self.steps * kind.group // BLOCK
 
@@ -300,7 +302,7 @@ def round_rows(target: Target, kind: BlockKind, then: Callable[[Function, str, s
             times = f.op(f"fmul {floats} {scale}, {f.op(f'sitofp <{AT_ONCE} x i32> {total} to {floats}')}")
             for k in places:
                 place = f.at(to[k], form.numbers + 4 + 4 * g)
-                if kind.offset:
+                if form.offset:
                     f.store("i32", form.offsets(f, sums[k][g], one(total, k, "i32")), place, 4)
                 else:
                     f.store("float", one(times, k), place, 4)

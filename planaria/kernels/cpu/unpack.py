@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from planaria.kernels.blocks import BLOCK, LEVELS, BlockKind
 from planaria.kernels.cpu.emit import F32, I32, Function
 from planaria.kernels.cpu.micro import H32, prefetch
-from planaria.kernels.cpu.rounded import B32, InPairs, half_of, host_has, joined
+from planaria.kernels.cpu.rounded import B32, LEVELS_OFFSET, InPairs, half_of, host_has, joined
 from planaria.kernels.cpu.target import Target
 
 AHEAD = 32768  # bytes that are asked for before they are read: as many as are on their way, and more
@@ -84,6 +84,10 @@ class Unpack:
             for step in range(16):
                 yield f.op(f"sext <32 x i8> {f.load('<32 x i8>', f.at(block, 32 * step), 32)} to {H32}")
             return
+        if self.kind.levels and not self.target.wide:
+            for word in range(4):
+                yield from self._levels(f, f.load(H32, f.at(block, 64 * word), 64))
+            return
         for step in range(16):
             code = self._fields(f, block, step, H32, 16, 1)
             yield self._level(f, code) if self.kind.levels else code
@@ -102,17 +106,22 @@ class Unpack:
         return code
 
     def _level(self, f: Function, codes: str) -> str:
-        if self.target.wide:
-            table = ", ".join(f"i16 {v}" for v in LEVELS * 2)
-            return f.op(f"call {H32} @llvm.x86.avx512.permvar.hi.512({H32} <{table}>, {H32} {codes})")
-        # bytes of a table of 16, in each half of 256 bits; the upper bytes of codes are 0
-        table, halves = ", ".join(f"i8 {v}" for v in LEVELS * 2), []
-        for half in range(2):
-            index = f.op(f"bitcast <16 x i16> {half_of(f, 'i16', codes, half, 32)} to {B32}")
-            halves.append(self._looked_up(f, f"<{table}>", index))
-        found = f.op(f"bitcast <64 x i8> {joined(f, 'i8', halves, 32)} to {H32}")
-        signed = f.op(f"shl {H32} {found}, {splat(H32, 8)}")
-        return f.op(f"ashr {H32} {signed}, {splat(H32, 8)}")
+        table = ", ".join(f"i16 {v + LEVELS_OFFSET}" for v in LEVELS * 2)
+        return f.op(f"call {H32} @llvm.x86.avx512.permvar.hi.512({H32} <{table}>, {H32} {codes})")
+
+    def _levels(self, f: Function, words: str) -> list[str]:
+        """Of four steps: two codes of 16 bits are looked up at once, by bytes, in each half of 256 bits."""
+        table = ", ".join(f"i8 {((v + LEVELS_OFFSET) ^ 128) - 128}" for v in LEVELS * 2)
+        found = list[str]()
+        for turn in (0, 4):
+            codes = f.op(f"and {H32} {shifted(f, H32, words, turn)}, {splat(H32, 0x0F0F)}")
+            halves = []
+            for half in range(2):
+                index = f.op(f"bitcast <16 x i16> {half_of(f, 'i16', codes, half, 32)} to {B32}")
+                halves.append(self._looked_up(f, f"<{table}>", index))
+            found.append(f.op(f"bitcast <64 x i8> {joined(f, 'i8', halves, 32)} to {H32}"))
+        lower = [f.op(f"and {H32} {both}, {splat(H32, 0xFF)}") for both in found]
+        return lower + [shifted(f, H32, both, 8) for both in found]
 
     @staticmethod
     def _looked_up(f: Function, table: str, index: str) -> str:
