@@ -11,7 +11,9 @@
 Each prints a table and writes benchmarks/out/structured_NAME.json.
 
 - cost: steps of a batch whose rows are held to JSON against steps of one whose rows are free, as many tokens each, in
-  turns; the lower quartile of each round's steps, the least of all rounds.
+  turns, without those that took over twice the median; the median of all rounds, and of what each round costs more than
+  the free one beside it. Of a round's steps the mean is what a token costs: some are forced, and their logits aren't
+  computed. The median's isn't.
 - parts: what a rank's thread spends on a token of a long answer, and on a schema that is new, by the processor's clock.
 - first: seconds from the call to the first token of a schema that is new each time, and of none; the median.
 - valid, fuzz: a random model of two layers, which says anything that isn't forbidden. Answers that end by themselves
@@ -87,26 +89,29 @@ def form(**given: Any) -> StructuredOutputsParams:
 
 
 def cost(options: argparse.Namespace) -> list[dict[str, Any]]:
-    found = []
+    found: list[dict[str, Any]] = []
     with LLM(options.model, max_num_seqs=32, enable_prefix_caching=False) as llm:
         for rows in (1, 32):
             for temperature in (0.0, 1.0):
-                steps: dict[bool, list[float]] = {False: [], True: []}
+                steps: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
                 for number in range(2 * options.rounds + 2):
                     bound = bool(number % 2)
-                    least = _round(llm, rows, temperature, form(json=LONG) if bound else None)
+                    found_now = _round(llm, rows, temperature, form(json=LONG) if bound else None)
                     if number > 1:
-                        steps[bound].append(least)
-                free, held = (1e3 * min(steps[bound]) for bound in (False, True))
-                found.append({"rows": rows, "temperature": temperature, "free": free, "held": held})
-    rows_of = [[f"{f['rows']}", f"{f['temperature']:g}", f"{f['free']:.2f}", f"{f['held']:.2f}",
-                f"{100 * (f['held'] / f['free'] - 1):+.1f} %"] for f in found]  # fmt: skip
-    _show("A token's step, in ms", ["rows", "temperature", "free", "held to JSON", "cost"], rows_of)
+                        steps[bound].append(found_now)
+                for at, what in enumerate(("mean", "median")):
+                    free, held = ([1e3 * each[at] for each in steps[bound]] for bound in (False, True))
+                    more = statistics.median(b / a for a, b in zip(free, held, strict=True)) - 1
+                    found.append({"rows": rows, "temperature": temperature, "of": what, "more": more,
+                                  "free": statistics.median(free), "held": statistics.median(held)})  # fmt: skip
+    rows_of = [[f"{f['rows']}", f"{f['temperature']:g}", f["of"], f"{f['free']:.2f}", f"{f['held']:.2f}",
+                f"{100 * f['more']:+.1f} %"] for f in found]  # fmt: skip
+    _show("A token's step, in ms", ["rows", "temperature", "", "free", "held to JSON", "cost"], rows_of)
     return found
 
 
-def _round(llm: LLM, rows: int, temperature: float, structured: StructuredOutputsParams | None) -> float:
-    """The lower quartile of a batch's steps, in seconds."""
+def _round(llm: LLM, rows: int, temperature: float, structured: StructuredOutputsParams | None) -> tuple[float, float]:
+    """Of a batch's steps, in seconds: the mean, without those that something else held up, and the median."""
     times: list[float] = []
     asked = [
         SamplingParams(
@@ -115,8 +120,9 @@ def _round(llm: LLM, rows: int, temperature: float, structured: StructuredOutput
         for i in range(rows)
     ]
     llm.generate([PROMPT] * rows, asked, on_tokens=lambda done, new: times.append(time.perf_counter()))
-    steps = sorted(b - a for a, b in pairwise(times[SKIPPED:-1]))
-    return steps[len(steps) // 4]
+    steps = [b - a for a, b in pairwise(times[SKIPPED:-1])]
+    median = statistics.median(steps)
+    return statistics.mean(step for step in steps if step < 2 * median), median
 
 
 def parts(options: argparse.Namespace) -> dict[str, float]:

@@ -60,16 +60,17 @@ class Constraint:
     eos_ids: end the output. goes_on: not while anything else is allowed. `must_end`: nothing but them is allowed.
     `greedy`: the greatest logit is drawn, where it may come, without a look at others.
     `drawn`: the last of the output, that hasn't been taken in. `looked`: `allowed` and `must_end` are of what was taken
-    in. `over`: the output has ended, and what is still drawn is nobody's. `late`: it was not ready when its row was to
+    in. `forced`: the only token that may come, if there is one and it was asked for; `asked`: it was.
+    `over`: the output has ended, and what is still drawn is nobody's. `late`: it was not ready when its row was to
     draw; `waited`: nor the time before, and who was in the step waited for it. `suspect`: is it counted what the next
     token takes? `took`: seconds that it did so far. `spent`: seconds of a processor that were; `slow`: many, for the
     last token. `share`: of the thread that works on it beside the steps.
     """
 
     __slots__ = (
-        "address", "allowed", "drawn", "ends", "eos_ids", "error", "given", "goes_on", "greedy", "late", "looked",
-        "mask_bytes", "matcher", "must_end", "output", "over", "ready", "share", "size", "slow", "spent", "suspect",
-        "tokens", "took", "waited",
+        "address", "allowed", "asked", "drawn", "ends", "eos_ids", "error", "forced", "given", "goes_on", "greedy",
+        "late", "looked", "mask_bytes", "matcher", "must_end", "output", "over", "ready", "share", "size", "slow",
+        "spent", "suspect", "tokens", "took", "waited",
     )  # fmt: skip
 
     def __init__(
@@ -84,8 +85,9 @@ class Constraint:
         self.ready: Future[None] | None = None
         self.error = ""
         self.over = self.late = self.looked = self.must_end = self.slow = self.suspect = self.waited = False
-        self.greedy = False
+        self.greedy = self.asked = False
         self.drawn: int | None = None
+        self.forced: int | None = None
         self.tokens, self.took, self.spent = 0, 0.0, 0.0
         self.share: LeftoverTime | None = None
 
@@ -102,6 +104,7 @@ class Constraint:
         self.address = np.frombuffer(self.allowed, np.uint8).ctypes.data
         for token in self.output:
             self._take(token, f"token {token} does not follow the grammar of structured_outputs")
+        self._ask()
         self._look()
 
     def settle(self, logits: Any = None, line: int = 0, *, look: bool = True) -> int | None:
@@ -119,6 +122,8 @@ class Constraint:
             found = self._follow(logits, line) if logits is not None else None
             if found is None and look:
                 self._look()
+            else:
+                self._ask()
         except Exception as e:
             self.error, found = f"the grammar of structured_outputs failed: {type(e).__name__}: {e}", None
         took = clock() - since
@@ -127,6 +132,10 @@ class Constraint:
             self.spent += took
         if found is None and not look:
             return None
+        return None if self.count() else found
+
+    def count(self) -> str:
+        """One more token, and what it took. Returns the row's error, "": none."""
         self.tokens += 1
         if self.suspect:
             self.slow = self.took > SLOW
@@ -134,8 +143,17 @@ class Constraint:
         if self.spent > AT_FIRST + EACH * self.tokens:
             each = 1e3 * self.spent / self.tokens
             self.error = f"the grammar of structured_outputs takes {each:.1f} ms a token; at most {1e3 * EACH:g}"
-            return None
-        return found
+        return self.error
+
+    def _ask(self) -> None:
+        """For the only token that may come, unless it was asked for."""
+        matcher = self.matcher
+        assert matcher is not None
+        if self.asked or self.error or self.over or matcher.is_stopped():
+            return
+        self.asked = True
+        if (forced := matcher.compute_ff_tokens()) and forced[0] not in self.ends:
+            self.forced = forced[0]
 
     def _follow(self, logits: Any, line: int) -> int | None:
         """See `settle`. Far less than a mask takes: what a greedy row would say may nearly always come."""
@@ -143,21 +161,22 @@ class Constraint:
         assert matcher is not None
         if self.error or self.over or matcher.is_stopped():
             return None
-        if forced := matcher.compute_ff_tokens():
-            token = forced[0]
-        elif self.greedy:
+        self._ask()
+        if (token := self.forced) is None:
+            if not self.greedy:
+                return None
             token = int(logits[line].argmax())
-        else:
-            return None
         if token in self.ends or not math.isfinite(logits.item(line, token)) or not matcher.try_consume_tokens([token]):
             return None
         self.output.append(token)
+        self.asked, self.forced = False, None
         return token
 
     def _take(self, token: int, why_not: str) -> None:
         """why_not: what it means when the grammar can't go on with it."""
         assert self.matcher is not None
-        self.looked = False
+        self.looked = self.asked = False
+        self.forced = None
         self.over = self.over or token in self.ends
         if not self.over and not self.error and not self.matcher.consume_token(token):
             self._fail(why_not)
@@ -289,6 +308,19 @@ class Constraints:
                 if not constraint.slow:
                     constraint.settle(look=False)  # what it touches is in the caches now, and won't be after a step
                 self._aside(constraint)
+
+    def forced(self, bound: Sequence[tuple[int, Constraint]]) -> dict[int, int]:
+        """By line, tokens of those that may have no other: nobody need look at their logits. They are taken in."""
+        if self.ahead:
+            return {}
+        found: dict[int, int] = {}
+        for line, constraint in bound:
+            ready = constraint.ready
+            if (ready is None or ready.done()) and (token := constraint.forced) is not None and not constraint.error:
+                found[line] = token
+                constraint.count()
+                self.take([(constraint, token)])
+        return found
 
     def _aside(self, constraint: Constraint) -> None:
         """Look for what may come next from now on, where that is likely to take long."""

@@ -84,14 +84,14 @@ class Runner:
         self.block_size, self.stripes = block_size, stripes
         rows = scheduler.max_num_seqs
         self.step_number = 0
-        self.cursor = np.zeros(rows, np.int32)
-        self.last = np.zeros(rows, np.int32)
+        # Of each row; `_drawn_at`: of one that drew in the step whose tokens are open, the line
+        self.cursor, self.last, self._drawn_at = np.zeros((3, rows), np.int32)
         self.turns = RowTurns(rows)
         self.prompts: dict[int, Sequence[int]] = {}  # histories of rows that are not through them yet
         self.logprobs_wanted: dict[int, int] = {}  # row -> k, prompt logprobs
         self.refused: dict[int, str] = {}  # rows whose request could not enter, until they are freed
+        self._alone = not meets and speculation is None and self.stage.mesh.cp.size == 1  # in choosing its lines
         self._open: StepUnderWay | None = None  # whose tokens the host hasn't read
-        self._drawn_at = np.zeros(rows, np.int32)  # of each row that drew in it, the line
 
     def step(self, step: int, plan: LanePlan, freed: tuple[int, ...], turn: int = 0) -> LaneResult:
         """Raises ValueError when the plan doesn't follow the last one."""
@@ -127,6 +127,11 @@ class Runner:
         pooled: list[tuple[Row, int]] = []  # the same, of rows that end with a vector
         num_seqs = len(samples)
         num_samples = num_tokens = num_seqs if taken is None else num_seqs + int(taken.sum())
+        sampler = self.sampler if isinstance(self.sampler, Sampler) else None
+        known = sampler.known(samples) if sampler is not None and self._alone else {}
+        if known:
+            lines = _leave_out(self.batch, num_seqs, known)
+            num_samples = len(lines)
         for chunk in chunks:
             first = num_tokens
             num_tokens = self._fill_chunk(chunk, num_seqs, num_tokens)
@@ -152,7 +157,6 @@ class Runner:
             self.batch.adapted = bool((self.batch.loras[:num_tokens] >= 0).any())
         if not num_tokens and not self.meets:
             return LaneResult([], [], errors=refused)
-        sampler = self.sampler if isinstance(self.sampler, Sampler) else None
         if sampler is not None:
             sampler.prepare(samples if self.speculation is None and not chunks else [])
         logits, vectors, failed = self.pooling.run(self.stage, pooled)
@@ -194,7 +198,7 @@ class Runner:
             new = found.tolist()
         else:
             _read(self._open)
-            new, logprobs, errors = sampler.sample(logits, samples)
+            new, logprobs, errors = _sample(sampler, logits, samples, known)
         self.stage.drew(turn, samples, [[token] for token in new])
         return self._drew(samples, new, errors, others, logprobs)
 
@@ -261,15 +265,11 @@ class Runner:
 
     def _leave(self, row: int) -> None:
         self.turns.put(row, -1)
-        self.prompts.pop(row, None)
-        self.logprobs_wanted.pop(row, None)
-        self.refused.pop(row, None)
-        self.sampler.leave(row)
-        self.pooling.leave(row)
-        if self.adapters is not None:
-            self.adapters.leave(row)
-        if self.speculation is not None:
-            self.speculation.leave(row)
+        for told in (self.prompts, self.logprobs_wanted, self.refused):
+            told.pop(row, None)
+        for part in (self.sampler, self.pooling, self.adapters, self.speculation):
+            if part is not None:
+                part.leave(row)
 
     def _enter(self, change: Row) -> bool:
         """Take in a row's change. True when its tokens are a chunk of its history (not the row's own next token)."""
@@ -362,6 +362,25 @@ class Runner:
         batch.seq_row[seq] = chunk.row
         self.cursor[chunk.row] = chunk.start + chunk.count
         return end
+
+
+def _leave_out(batch: Batch, num_seqs: int, known: dict[int, int]) -> list[int]:
+    """Of so many sequences of one token, no logits of these. Returns the logits rows of the others."""
+    left = [i for i in range(num_seqs) if i not in known]
+    batch.sample_index[: len(left)] = left
+    return list(range(len(left)))
+
+
+def _sample(
+    sampler: Sampler, logits: Array, rows: list[int], known: dict[int, int]
+) -> tuple[list[int], dict[int, TokenLogprobs], dict[int, str]]:
+    """See `Sampler.sample`. known: tokens by the row's index, of which there are no logits."""
+    if not known:
+        return sampler.sample(logits, rows)
+    left = [row for i, row in enumerate(rows) if i not in known]
+    tokens, logprobs, errors = sampler.sample(logits, left) if left else ([], {}, {})
+    others = iter(tokens)
+    return [known[i] if i in known else next(others) for i in range(len(rows))], logprobs, errors
 
 
 def _with_room(rows: list[int], room: list[int]) -> tuple[npt.NDArray[np.int64], list[int], list[int]]:

@@ -277,6 +277,18 @@ class Sampler:
         """`sample` of rows that follow."""
         raise NotImplementedError
 
+    def known(self, rows: list[int]) -> dict[int, int]:
+        """By their index, tokens of those to which a grammar leaves no choice, as if `sample` had drawn them: said
+        before their logits are computed, which nobody needs."""
+        if self.constraints is None or self.plain or self._special.isdisjoint(rows):
+            return {}
+        states = enumerate(map(self._rows.__getitem__, rows))
+        bound = [(i, s.constraint) for i, s in states if s.constraint and not s.edits and s.params.logprobs is None]
+        found = self.constraints.forced(bound)
+        for i in found:
+            self._position_of[rows[i]] += 1
+        return found
+
     def leave(self, row: int) -> None:
         """Forget `row`; it may be empty."""
         self._rows.pop(row, None)

@@ -88,6 +88,42 @@ def test_chunks_rows_and_blocks() -> None:
             assert tokens_of(deltas, f"r{i}") == definition(prompt, 20 + i)
 
 
+class Foreknowing(Sampler):
+    """Knows what rows with an even number of tokens draw, before there are logits."""
+
+    model: FakeModel
+
+    def known(self, rows: list[int]) -> dict[int, int]:
+        b, found = self.model.batch, {}
+        for i, row in enumerate(rows):
+            positions = range(int(b.seq_len[i]))
+            if len(positions) % 2 == 0:
+                slots = [int(b.block_table[row, p // SIZE]) * SIZE + p % SIZE for p in positions]
+                self.model.cells[slots[-1]] = b.tokens[i]
+                found[i] = int(self.model.cells[slots].sum() % VOCAB)
+        return found
+
+
+def test_no_logits_are_computed_of_what_is_known() -> None:
+    """Beside chunks of prompts, with prompts' log-probabilities, and where no logits at all are wanted."""
+    for depth, logprobs in ((1, None), (2, None), (1, 2)):
+        core, runner = make(depth=depth)
+        runner.sampler = Foreknowing(ROWS, VOCAB, plain=True)
+        runner.sampler.model = model = runner.stage.forward  # type: ignore[assignment]
+        assert isinstance(model, FakeModel)
+        lines, forward = [], model.__call__
+        runner.stage.forward = lambda: lines.append(int(model.batch.counts[2])) or forward()  # type: ignore[func-returns-value]  # noqa: B023
+        prompts = [[(i * 7 + j) % VOCAB for j in range(5 + 13 * i)] for i in range(6)]
+        for i, prompt in enumerate(prompts):
+            core.admit(request(f"r{i}", prompt, 20 + i, prompt_logprobs=logprobs))
+        deltas = run(core, runner, depth)
+        for i, prompt in enumerate(prompts):
+            assert tokens_of(deltas, f"r{i}") == definition(prompt, 20 + i)
+        of_prompts = sum(map(len, prompts)) if logprobs is not None else 0
+        drawn = sum(20 + i for i in range(6))
+        assert 0 in lines and sum(lines) < of_prompts + drawn * 0.7
+
+
 def test_prompt_logprobs_come_whole() -> None:
     core, runner = make()
     prompt = [i % 11 for i in range(50)]

@@ -259,7 +259,7 @@ def test_what_is_clear_without_a_mask_is_what_one_would_give(
                 size += 1
     compiler = Compiler(Vocabulary(json.dumps(tokenizer), size, eos_id))
     vocabulary = compiler.tokens
-    draw, clear, masked = np.random.default_rng(1), 0, 0
+    draw, clear, masked, known = np.random.default_rng(1), 0, 0, 0
     look, looked = Constraint._look, set[Constraint]()
     monkeypatch.setattr(Constraint, "_look", lambda self: looked.add(self) or look(self))  # type: ignore[func-returns-value]
     for number, form in enumerate(HELD * (2 if greedy else 4)):
@@ -289,6 +289,13 @@ def test_what_is_clear_without_a_mask_is_what_one_would_give(
                 may = [token for token in range(size) if other.matcher.validate_tokens([token])]
                 logits[0, draw.choice(may or [0])] = 9.0
             looked.clear()
+            # one that must come is also known before there are logits
+            if np.isfinite(logits).all() and draw.random() < 0.5 and (before := samplers[0].known([0])):
+                assert samplers[1].known([0]) == {}  # the definition knows nothing
+                assert samplers[1].sample(logits.copy(), [0]) == ([before[0]], {}, {}), form
+                assert samplers[0]._positions.tolist() == samplers[1]._positions.tolist()
+                known += 1
+                continue
             (found, _, errors), (expected, _, wrong) = (s.sample(logits.copy(), [0]) for s in samplers)
             assert (found, errors) == (expected, wrong), form
             clear += one not in looked
@@ -297,7 +304,7 @@ def test_what_is_clear_without_a_mask_is_what_one_would_give(
                 break
         for sampler in samplers:
             sampler.close()
-    assert clear > 20 and masked > 5
+    assert clear > 20 and masked > 5 and known > 20
 
 
 @pytest.mark.parametrize("tokens", [1, 30])
