@@ -195,11 +195,13 @@ class Router:
             return
         if not request.begun:
             self._begin(request, True)
-        expected = min(new_tokens, request.ahead)
+        engine = request.engine
         request.tokens += new_tokens
-        request.ahead -= expected
-        request.engine.held += new_tokens
-        request.engine.ahead -= expected
+        engine.held += new_tokens
+        if request.ahead:
+            expected = min(new_tokens, request.ahead)
+            request.ahead -= expected
+            engine.ahead -= expected
 
     def ended(self, request_id: str) -> None:
         """It finished, failed or was cancelled. Unknown ids are ignored."""

@@ -137,16 +137,20 @@ class CompletionWriter:
         self.envelope = envelope = Envelope(service, f"cmpl-{uid}", "text_completion", body, streams, hidden=scoring)
         self.token_ids, self.started, self.failed = envelope.token_ids, envelope.started, envelope.failed
         self.n = body.n or 1
+        self.sequences = [sequence for stream in streams for sequence in stream.sequences]
         self.openings = [envelope.opening(i, b'"text":') for i in range(len(self.started))]
         repeated = sum(stream.prompt_tokens for stream in streams) * self.n if echoes or self.token_ids else 0
         self.heavy = self.logprobs is not None or self.prompt_logprobs is not None or repeated > LONG_TEXT
         # Of each prompt, pieces of other choices that came before its log-probabilities, which the first choice brings.
         scored = self.prompt_logprobs is not None or (echoes is not None and self.logprobs is not None)
         self.held: dict[int, list[Piece]] | None = {} if scored else None
+        self.plain, self.closing = envelope.plain and not scored and self.logprobs is None, envelope.closing
         self.written: dict[int, msgspec.Raw] = {}  # by stream
 
     def event(self, piece: Piece) -> bytes | Callable[[], bytes]:
         index = piece.choice
+        if self.plain and piece.finish is None and self.started[index] and not self.sequences[index].versions:
+            return self.openings[index] + encode_json(piece.text) + self.closing
         if self.held is None:
             event = self._event(piece)
             return event if isinstance(event, bytes) else event()
@@ -161,10 +165,7 @@ class CompletionWriter:
     def _event(self, piece: Piece) -> bytes | Callable[[], bytes]:
         """The event of a piece, or what writes it; asked for in order."""
         index = piece.choice
-        sequence = self.streams[index // self.n].sequences[index % self.n]
-        plain = self.envelope.plain and not sequence.versions
-        if plain and piece.finish is None and piece.logprobs is None and self.started[index]:
-            return self.openings[index] + encode_json(piece.text) + self.envelope.closing
+        sequence = self.sequences[index]
         choice: dict[str, Any] = {"index": index, "text": piece.text, "logprobs": None}
         if self.scoring:
             choice["text"] = ""

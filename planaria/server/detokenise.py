@@ -8,7 +8,7 @@ first one complete wins, and of several that end together the longest.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -16,8 +16,6 @@ from planaria.types import SamplingParams
 
 if TYPE_CHECKING:
     from planaria.server.tokenise import Pieces, Tokenizer
-
-_utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
@@ -30,11 +28,12 @@ class Detokenizer:
     for while fewer than `min_tokens` tokens were taken: a stop string that a token before that one completes is
     ordinary text, one that begins before it and is completed at it or later counts.
     `num_tokens`: tokens taken, the one that completed the stop string included; a push may have brought more.
+    `feed`: does what `push` does where nothing is looked for, and counts nothing; None: something is.
     `offsets`: for each token taken, where its text begins in the output's text, in characters; a token inside a
     character begins where the character does. None unless logprobs are asked for.
     """
 
-    __slots__ = ("_decoder", "_held", "_include_stop", "_length", "_min_tokens", "_plain", "_state", "_stops",
+    __slots__ = ("_decoder", "_held", "_include_stop", "_length", "_min_tokens", "_state", "_stops", "feed",
                  "num_tokens", "offsets", "stop_reason")  # fmt: skip
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids_tail: Sequence[int], params: SamplingParams) -> None:
@@ -54,13 +53,14 @@ class Detokenizer:
             self._decoder = _Table(pieces, strip_space=tokenizer.strip_space and starts_text)
         else:
             self._decoder = _Window(tokenizer, prompt_ids_tail, params.skip_special_tokens)
-        self._plain = self._stops is None and self.offsets is None
+        plain = self._stops is None and self.offsets is None
+        self.feed: Callable[[Sequence[int]], str] | None = self._decoder.feed if plain else None
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that can be given out now. Complete characters only, nothing that may belong to a stop string."""
-        if self._plain:
+        if self.feed is not None:
             self.num_tokens += len(token_ids)
-            return self._decoder.feed(token_ids)
+            return self.feed(token_ids)
         out = ""
         for token in token_ids:
             if self.stop_reason is not None:
@@ -174,19 +174,27 @@ def text_offsets(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[in
 class _Table:
     """Decoding by a table of each token's bytes."""
 
-    __slots__ = ("_decode", "_pieces", "_strip_space")
+    __slots__ = ("_begun", "_pieces", "_strip_space", "_texts")
 
     def __init__(self, pieces: Pieces, strip_space: bool) -> None:
-        self._pieces, self._strip_space = pieces, strip_space
-        self._decode = _utf8("replace").decode
+        self._pieces, self._texts, self._strip_space = pieces, pieces.texts, strip_space
+        self._begun = b""  # of a character
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        pieces = self._pieces
-        text = self._decode(b"".join([pieces[t] for t in token_ids]))
+        alone = len(token_ids) == 1 and not self._begun
+        text = self._texts.get(token_ids[0]) if alone else None
+        if text is None:
+            pieces = self._pieces
+            data = self._begun + b"".join([pieces[t] for t in token_ids])
+            text, used = codecs.utf_8_decode(data, "replace")
+            self._begun = data[used:]
+            if alone and not self._begun:
+                self._texts[token_ids[0]] = text
         return self._first(text) if self._strip_space and text else text
 
     def end(self) -> str:
-        return self._decode(b"", True)
+        text, self._begun = self._begun.decode("utf-8", "replace"), b""
+        return text
 
     def _first(self, text: str) -> str:
         self._strip_space = False

@@ -247,7 +247,8 @@ class Dispatcher:
             self._ended(stream)
             return
         self.router.progressed(stream.id, len(piece.tokens))
-        self.hand_overs.heard(stream)
+        if stream.lent or stream.pause or stream.lease is not None:
+            self.hand_overs.heard(stream)
 
     def _ended(self, stream: Stream) -> None:
         self.open.pop(stream.id, None)

@@ -82,7 +82,7 @@ class Generation:
         self.gone = ""  # why nobody wants it any more
         self.submitted = 0.0
         self.first_token: float | None = None
-        self._last: dict[str, float] = {}  # sequence id -> time of its last delta
+        self._last: dict[int, float] = {}  # by choice, the time of its last tokens
         self._waiter: asyncio.Future[None] | None = None
 
     # -- engine side
@@ -118,50 +118,60 @@ class Generation:
             entering.cancel()
 
     def _hear(self, sequence: Stream, piece: Piece) -> None:
+        if self.error is not None or self.gone:
+            return
         try:
-            if self.error is None and not self.gone:
-                self._take(sequence, piece)
+            now, finish = time.perf_counter(), piece.finish
+            if piece.tokens:
+                self._count(sequence, piece, now)
+            if finish is not None and not self._ended(sequence, piece, finish, now):
+                return
+            if self.writing:
+                self._hold(piece)
+            elif self.streaming:
+                self.buffer.append(self.writer.event(piece))
+            if finish is not None:
+                self.left -= 1
+            if self._waiter is not None and (self.streaming or not self.left):
+                self._wake()
         except Exception:
             # A sink must not raise: the client would drop other requests' deltas.
             logger.exception("%s: failed to take in a delta", self.info.id)
             self.fail("internal error while making the answer", 500, "internal_error")
 
-    def _take(self, sequence: Stream, piece: Piece) -> None:
+    def _count(self, sequence: Stream, piece: Piece, now: float) -> None:
+        """Tokens of a piece, and the seconds before them."""
+        metrics, last = self.service.metrics, self._last.get(piece.choice)
+        metrics.generation_tokens += len(piece.tokens)
+        self._last[piece.choice] = now
+        if last is not None:
+            metrics.itl.observe(now - last)
+            return
+        metrics.ttft.observe(now - self.info.arrival)
+        self._began(sequence)
+        if self.first_token is None:
+            self.first_token = now
+
+    def _began(self, sequence: Stream) -> None:
         metrics = self.service.metrics
-        now = time.perf_counter()
-        if piece.tokens:
-            metrics.generation_tokens += len(piece.tokens)
-            last = self._last.get(sequence.id)
-            if last is not None:
-                metrics.itl.observe(now - last)
-            else:
-                metrics.ttft.observe(now - self.info.arrival)
-                metrics.queue.observe(sequence.queued)
-                metrics.prompt_tokens += len(sequence.submit.prompt)
-                if self.first_token is None:
-                    self.first_token = now
-            self._last[sequence.id] = now
-        elif sequence.pooled is not None:
-            metrics.queue.observe(sequence.queued)
-            metrics.prompt_tokens += len(sequence.submit.prompt)
-        if piece.finish is not None:
-            metrics.success[piece.finish] += 1
-            metrics.e2e.observe(now - self.info.arrival)
-            if piece.error is not None:  # of one choice, but it is the request that can't be answered
-                aborted = piece.finish is FinishReason.ABORT
-                self.fail(piece.error, 503 if aborted else 500, "aborted" if aborted else "engine_error")
-                return
-            if sequence.submit.params.pooling and sequence.pooled is None:
-                self.fail("the engine gave no vector", 500, "engine_error")
-                return
-        if self.writing:
-            self._hold(piece)
-        elif self.streaming:
-            self.buffer.append(self.writer.event(piece))
-        if piece.finish is not None:
-            self.left -= 1
-        if self.streaming or not self.left:
-            self._wake()
+        metrics.queue.observe(sequence.queued)
+        metrics.prompt_tokens += len(sequence.submit.prompt)
+
+    def _ended(self, sequence: Stream, piece: Piece, finish: FinishReason, now: float) -> bool:
+        """The last piece of a choice has come. Is it part of an answer?"""
+        metrics = self.service.metrics
+        if not piece.tokens and sequence.pooled is not None:
+            self._began(sequence)
+        metrics.success[finish] += 1
+        metrics.e2e.observe(now - self.info.arrival)
+        if piece.error is not None:  # of one choice, but it is the request that can't be answered
+            aborted = finish is FinishReason.ABORT
+            self.fail(piece.error, 503 if aborted else 500, "aborted" if aborted else "engine_error")
+            return False
+        if sequence.submit.params.pooling and sequence.pooled is None:
+            self.fail("the engine gave no vector", 500, "engine_error")
+            return False
+        return True
 
     def _hold(self, piece: Piece) -> None:
         held = self._held.get(piece.choice)

@@ -37,7 +37,7 @@ class Gap(PlanariaError):
     """Tokens between those that are written down and those that came are missing."""
 
 
-class Piece:
+class Piece(msgspec.Struct, eq=False, gc=False):  # it is in no circle
     """What one delta added to one choice. `text` may be empty: bytes of a character or of a stop string are held back.
 
     `offsets`: where in the choice's text each token with log-probabilities begins, in characters.
@@ -46,21 +46,18 @@ class Piece:
     `weights`: the number of those that drew the last.
     """
 
-    __slots__ = (
-        "cancel", "choice", "error", "finish", "first", "logprobs", "offsets", "prompt_logprobs", "stop_reason",
-        "text", "tokens", "weights",
-    )  # fmt: skip
-
-    def __init__(self, choice: int, text: str, tokens: list[int], first: int = 0, weights: int = 0) -> None:
-        self.choice, self.text, self.tokens = choice, text, tokens
-        self.first, self.weights = first, weights
-        self.logprobs: list[TokenLogprobs] | None = None
-        self.offsets: list[int] | None = None
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
-        self.finish: FinishReason | None = None
-        self.stop_reason: int | str | None = None
-        self.error: str | None = None
-        self.cancel = False
+    choice: int
+    text: str
+    tokens: list[int]
+    first: int = 0
+    weights: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+    offsets: list[int] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    cancel: bool = False
 
     def join(self, later: Piece) -> None:
         """Have this be both, as one step would have brought them."""
@@ -85,8 +82,8 @@ class Stream:
     time.perf_counter() when it was sent to an engine, and which."""
 
     __slots__ = (
-        "_detokenizer", "_eos", "_keep_stop", "choice", "dispatcher", "engine", "error", "finish", "goes_on", "id",
-        "lease", "leaving", "lends", "lent", "logprobs", "lost", "moves", "name", "num_cached", "pause", "pooled",
+        "_detokenizer", "_eos", "_feed", "_keep_stop", "choice", "dispatcher", "engine", "error", "finish", "goes_on",
+        "id", "lease", "leaving", "lends", "lent", "logprobs", "lost", "moves", "name", "num_cached", "pause", "pooled",
         "prompt_logprobs", "queued", "sent", "sink", "stays", "stop_reason", "submit", "text_length", "text_parts",
         "tokens", "tried", "versions",
     )  # fmt: skip
@@ -110,7 +107,8 @@ class Stream:
         self.pooled: bytes | None = None  # a vector, in place of tokens
         self._keep_stop = params.include_stop_str_in_output
         self._eos = frozenset(submit.eos_ids) - frozenset(params.stop_token_ids)
-        self._detokenizer = make_detokenizer(tokenizer, params, submit.prompt)
+        self._detokenizer = detokenizer = make_detokenizer(tokenizer, params, submit.prompt)
+        self._feed = detokenizer.feed if detokenizer is not None else None
         self.dispatcher: Dispatcher | None = None
         self.engine: Engine
         self.sent = self.leaving = self.lost = False
@@ -191,8 +189,11 @@ class Stream:
         text = ""
         offsets: list[int] | None = None
         cancel = False
-        detokenizer = self._detokenizer
-        if detokenizer is not None:
+        detokenizer, have = self._detokenizer, len(self.tokens)
+        if finish is None and self._feed is not None:
+            text = self._feed(tokens)
+            self.text_length += len(text)
+        elif detokenizer is not None:
             # The token that stopped a sequence is counted, but is no part of the text unless that was asked for.
             ended = finish is not None and finish is FinishReason.STOP
             shown = tokens[:-1] if ended and not self._keep_stop else tokens
@@ -202,15 +203,15 @@ class Stream:
             if detokenizer.stop_reason is not None:
                 cancel = finish is None
                 finish, stop_reason = FinishReason.STOP, detokenizer.stop_reason
-                tokens = tokens[: detokenizer.num_tokens - len(self.tokens)]
+                tokens = tokens[: detokenizer.num_tokens - have]
                 logprobs = logprobs[: len(tokens)] if logprobs else logprobs
             self.text_length += len(text)
             if detokenizer.offsets is not None:
-                offsets = detokenizer.offsets[len(self.tokens) :]
+                offsets = detokenizer.offsets[have:]
                 offsets += [self.text_length] * (len(tokens) - len(offsets))
-        if tokens:
-            drawn(self.versions, len(self.tokens), delta.weights)
-        piece = Piece(self.choice, text, tokens, len(self.tokens), self.versions[-1][1] if self.versions else 0)
+        if (delta.weights or self.versions) and tokens:
+            drawn(self.versions, have, delta.weights)
+        piece = Piece(self.choice, text, tokens, have, self.versions[-1][1] if self.versions else 0)
         self.tokens += tokens
         if text:
             self.text_parts.append(text)

@@ -27,11 +27,13 @@ LONG_TEXT = 2000  # characters from which a text is tokenised beside other work
 
 
 class Pieces(dict[int, bytes]):
-    """Token id -> the bytes it adds to the text, filled in on first use. An id that isn't a token adds nothing."""
+    """Token id -> the bytes it adds to the text, filled in on first use. An id that isn't a token adds nothing. texts:
+    of tokens that are whole characters, filled in by who decodes them."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         super().__init__()
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self.texts: dict[int, str] = {}
 
     def __missing__(self, token: int) -> bytes:
         skip = self._skip and token in self._tokenizer.special_ids

@@ -38,6 +38,7 @@ from planaria.server.response_store import ResponseStore
 from planaria.server.responses import Followed
 from planaria.server.service import Service
 from planaria.server.stream import Stream
+from planaria.server.tokenise import Pieces
 from planaria.types import Delta, FinishReason, SamplingParams
 from planaria.wire import EngineFacts, EngineStats, Submit
 from tests.reference_worker import hash_tokens
@@ -60,7 +61,12 @@ class Words:
 
     strip_space = False
     special_ids: frozenset[int] = frozenset()
-    pieces = (dict(enumerate(TOKENS)),) * 2
+
+    def __init__(self) -> None:
+        self.pieces = (Pieces(self, False), Pieces(self, True))  # type: ignore[arg-type]
+
+    def token_bytes(self, token: int) -> bytes:
+        return TOKENS[token]
 
     def showing(self, marks: tuple[str, ...]) -> Words:
         return self
