@@ -41,7 +41,7 @@ LOOK = 0.25  # seconds between looks at a process that is not known to have ende
 STOPPED = 2.0  # seconds a process may be stopped (SIGSTOP) before it counts as lost
 ROOM = 64  # messages that wait here unread; more of them wait with the engine, which makes fewer of them
 SOON_MS, LATER_MS = 2, 100  # between attempts to connect, at first and in the end
-SLICE = 0.002  # seconds of an engine's messages after which others have their turn in the event loop
+SLICE = 0.004  # seconds of an engine's messages after which others have their turn in the event loop
 
 
 class Ended(msgspec.Struct, frozen=True):
