@@ -260,9 +260,7 @@ class Dispatcher:
 
     def of(self, engine: Engine) -> list[Stream]:
         """An engine's open sequences, the oldest first."""
-        if not self.joined(engine.index):
-            return []
-        return [self.open[id] for id in self.router.requests(engine.index)]
+        return [self.open[id] for id in self.router.requests(engine.index)] if self.joined(engine.index) else []
 
     # -- elsewhere
 
