@@ -134,12 +134,16 @@ class EngineCore:
         """
         if self.adopted:
             self._drop_unclaimed(now)
-        if not any(lane.has_work() for lane in self.lanes):
+        for lane in self.lanes:
+            if lane.has_work():
+                break
+        else:
             return None
         if self.quarantine.faults and not self._only_suspects():
             return None
         step, turns = self.planned + 1, self.micro_steps
-        for turn in [(self.turn + i) % turns for i in range(turns)]:
+        for turn in range(self.turn, self.turn + turns):
+            turn %= turns
             last_step = self.lanes[0].turns[turn].last_step
             if turns > 1 and last_step > self.committed:
                 continue
@@ -147,8 +151,9 @@ class EngineCore:
                 lane.now = now
                 if lane.connector is not None:
                     lane.connector.look()
-            parts = [lane.plan(step, turn) for lane in self.lanes]
-            computes = any(rows for rows, _ in parts) or any(lane.turns[turn].num_rows for lane in self.lanes)
+            parts, computes = [lane.plan(step, turn) for lane in self.lanes], False
+            for lane, (rows, _) in zip(self.lanes, parts, strict=True):
+                computes = computes or bool(rows or lane.turns[turn].num_rows)
             work: tuple[KVWork, ...] = ()
             if self.lanes[0].connector is not None:
                 tokens = sum(row.count for rows, _ in parts for row in rows)
@@ -156,8 +161,8 @@ class EngineCore:
                 self.sizes |= {step: tokens} if computes else {}
             if computes or work:
                 self.planned, self.turn = step, (turn + 1) % turns
-                rows, freed = zip(*parts, strict=True)
-                return StepPlan(self.epoch, step, rows, freed, turn, work)
+                planned, freed = zip(*parts, strict=True)
+                return StepPlan(self.epoch, step, planned, freed, turn, work)
             for lane, (_, freed) in zip(self.lanes, parts, strict=True):
                 lane.unplan(step, turn, last_step, freed)
         return None
@@ -311,7 +316,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         lanes = self.lanes
-        found = [lane.connector for lane in lanes if lane.connector is not None and any(lane.connector.stores)]
+        found = [each for lane in lanes if (each := lane.connector) is not None and any(each.stores)]
         counts = [lane.counts() for lane in lanes]
         summed = counts[0] if len(counts) == 1 else [sum(column) for column in zip(*counts, strict=True)]
         running, waiting, tokens, queries, hits, preemptions, prompt_tokens = summed
@@ -319,7 +324,7 @@ class EngineCore:
             step=self.committed, epoch=self.epoch, running=running, waiting=waiting, kv_tokens=tokens,
             prefix_queries=queries, prefix_hits=hits, preemptions=preemptions, prompt_tokens=prompt_tokens,
             generation_tokens=self.generation_tokens, replayed_tokens=self.replayed_tokens,
-            kv_usage=sum(lane.pool.usage() for lane in lanes) / len(lanes),
+            kv_usage=sum([lane.pool.usage() for lane in lanes]) / len(lanes),
             tier=self.tier.stats(found) if found else None,
             drafts=reduce(DraftStats.added, (lane.drafts for lane in lanes)) if self.config.max_drafts else None,
             transfers=self.tier.transfers.added(lent(lanes)) if lenders(lanes) or self.cache.transfer else None,

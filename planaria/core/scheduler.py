@@ -167,8 +167,11 @@ class Lane:
 
     def has_work(self) -> bool:
         """Would a plan compute anything now? (Requests that wait for a commit don't count.)"""
-        if self.prefilling or any(turn.num_rows for turn in self.turns):
+        if self.prefilling:
             return True
+        for turn in self.turns:
+            if turn.num_rows:
+                return True
         if self.connector is not None and self.connector.busy:
             return True
         return any(entry.last_step <= self.committed for _, entry in self.waiting)
@@ -263,7 +266,7 @@ class Lane:
 
     def commit(self, step: int, result: LaneResult) -> list[Delta]:
         """Take in what step `step` computed; steps are committed in order."""
-        self.committed, self.drawn, self.ended = step, 0, list[str]()
+        self.committed, self.drawn, self.ended = step, 0, []
         for entry, cursor in self.chunks.pop(step, ()):
             if entry.row is not None and entry.open:
                 self.computed_to(entry, cursor)
@@ -282,7 +285,8 @@ class Lane:
             holding.again(self, row)
         if result.errors:
             deltas += failed(self, result.errors)
-        self.collect()
+        if self.deferred:
+            self.collect()
         return deltas
 
     def computed_to(self, entry: SequenceState, cursor: int) -> None:
@@ -321,7 +325,8 @@ def drew(
     lane: Lane, rows: Sequence[int], tokens: Sequence[int], logprobs: Mapping[int, list[TokenLogprobs]] | None = None
 ) -> list[Delta]:
     """A token each, also of who has left. What is done for each here is what a large step costs most."""
-    at_row, lengths, deltas = lane.at_row, lane.index.lengths, list[Delta]()
+    at_row, lengths = lane.at_row, lane.index.lengths
+    deltas: list[Delta] = []
     for row, token in zip(rows, tokens, strict=True):
         entry = at_row[row]
         if entry is None:

@@ -199,7 +199,11 @@ def release(lanes: Iterable[Lane], number: int, id: int) -> None:
 
 def expire(lanes: Iterable[Lane], now: float) -> bool:
     """End leases whose time is over. Were there any?"""
-    return max((lender.look(now) for lender in lenders(lanes)), default=False)
+    over = False
+    for lane in lanes:
+        if lane.lender is not None:
+            over |= lane.lender.look(now)
+    return over
 
 
 def lent(lanes: Iterable[Lane]) -> TransferStats:

@@ -99,6 +99,11 @@ class LayoutChanger:
         else:
             self._carry_out(resize, layout, why, began)
 
+    @property
+    def underway(self) -> bool:
+        """Is one on its way?"""
+        return self.arrival is not None or self.departure is not None
+
     def look(self, idle: bool) -> None:
         """Is what was begun ready? idle: no step tells of it. Raises WorkersLost."""
         if self.arrival is not None:

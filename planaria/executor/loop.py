@@ -153,18 +153,13 @@ class EngineLoop:
         """Look for ranks that ended or fell silent while nothing was running; about once a second."""
         if self.gang.link is None or self.dead is not None:
             return
-        self._look_at_core()
+        look_at_core(self)
         try:
             self.gang.check()
             look_at_changes(self)
         except WorkersLost as e:
             self.begin_next(e)
         self._look_for_room()
-
-    def _look_at_core(self) -> None:
-        """Leases whose time is over, which others hear of, and adapters that came, or didn't."""
-        if self.core is not None:
-            self._emit(self.loras.look(self.core), stepped=transfer.expire(self.core.lanes, self.clock()))
 
     def _look_for_room(self) -> None:
         awake = self.dead is None and self.sleeper.level is None
@@ -256,7 +251,7 @@ class EngineLoop:
         core, gang = self.core, self.gang
         assert core is not None
         self._look_for_room()
-        self._look_at_core()
+        look_at_core(self)
         try:
             look_at_changes(self)
             self.loras.place(core if self.sleeper.level is None else None)
@@ -428,9 +423,18 @@ def settle(loop: EngineLoop) -> None:
     save_last(loop)
 
 
+def look_at_core(loop: EngineLoop) -> None:
+    """Leases whose time is over, which others hear of, and adapters that came, or didn't."""
+    if loop.core is not None:
+        over = transfer.expire(loop.core.lanes, loop.clock())
+        if (deltas := loop.loras.look(loop.core)) or over:
+            loop._emit(deltas, stepped=over)
+
+
 def look_at_changes(loop: EngineLoop) -> None:
     """That are being prepared. Raises WorkersLost."""
-    loop.layout_change.look(not loop._has_work())
+    if loop.layout_change.underway:
+        loop.layout_change.look(not loop._has_work())
     if loop.new_weights.asked is not None:
         loop.new_weights.look(why_not(loop))
 
@@ -455,5 +459,4 @@ def why_not(loop: EngineLoop) -> str:
         return "the engine has ended"
     if not loop.gang.launcher.replaces:
         return f"ranks of the executor back end {loop.gang.launcher.name} can't begin another epoch"
-    changing = loop.layout_change.departure is not None or loop.layout_change.arrival is not None
-    return "a change of the layout is on its way; wait for it" if changing else ""
+    return "a change of the layout is on its way; wait for it" if loop.layout_change.underway else ""

@@ -88,4 +88,4 @@ class Watch:
 
 def planned_tokens(plan: StepPlan) -> int:
     """That the plan names, and one for the rows that go on by themselves."""
-    return 1 + sum(row.count for lane in plan.lanes for row in lane)
+    return 1 + sum([row.count for lane in plan.lanes for row in lane])

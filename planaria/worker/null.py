@@ -44,14 +44,14 @@ class NullRank:
 
     def enter(self, boot: RankBoot) -> None:
         self.boot, self.rank, self.worker = boot, boot.rank, NullWorker()
-        self.layout = boot.config.parallel.layout
+        self.lane = 0  # until it joins
 
     def handle(self, command: Command) -> Reply:
         match command:
             case StepPlan():
                 return guard(self.rank, "step", lambda: self._step(command))
             case Join():
-                place, config, self.layout = self.boot.place, self.boot.config, command.layout
+                place, config, self.lane = self.boot.place, self.boot.config, command.layout.coords(self.rank).dp
                 return Hello(
                     self.rank, os.getpid(), place.home, place.node, place.address, compared(config),
                     hash_fields(config), digest=compute_hash(config, str(command.layout)),
@@ -66,7 +66,7 @@ class NullRank:
                 return Done(self.rank)
 
     def _step(self, plan: StepPlan) -> Reply:
-        own = self.layout.coords(self.rank).dp
+        own = self.lane
         lane: LaneResult = self.worker.step(plan.step, plan.lanes[own], plan.freed_rows[own], plan.turn)
         return StepResult(plan.epoch, plan.step, (lane,))
 
