@@ -8,6 +8,7 @@ read once), it is `python -m`, as it is for tests of what a command or a start i
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import contextlib
 import os
@@ -155,5 +156,20 @@ def main() -> int:
     module, *words = sys.argv[2:]
     setproctitle(" ".join([sys.executable, "-m", module, *words]))
     sys.argv = [module, *words]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as e:
+        if not isinstance(e.code, str):
+            _end(e.code or 0)
+        raise
     return 0
+
+
+def _end(code: int) -> None:
+    """As the interpreter does, but that what was imported is given back with the process: object by object, each of
+    its pages would be copied first, which takes as long as a command does."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import io
 import itertools
-import logging
 import os
 import queue
 import re
@@ -18,8 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
-from copy import copy
 from pathlib import Path
 from types import TracebackType
 
@@ -27,7 +23,6 @@ import httpcore2
 import psutil
 import pytest
 
-from planaria.cli import main
 from planaria.processes import read_title
 from tests.forked import begin
 
@@ -195,17 +190,3 @@ def planaria(*args: str, timeout: float = 240.0, env: dict[str, str] | None = No
         process.wait(PATIENCE)
         raise
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
-def planaria_here(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """As `planaria`, of a command that asks a server or is refused: in this process, for one of its own takes a third
-    of a second of a core to start."""
-    out, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        for name, value in (env or {}).items():
-            patch.setenv(name, value)
-        for logger in (logging.getLogger("planaria"), logging.getLogger("uvicorn")):
-            for what in ("handlers", "propagate", "level"):
-                patch.setattr(logger, what, copy(getattr(logger, what)))
-        code = main([*args])
-    return subprocess.CompletedProcess([*args], code, out.getvalue(), err.getvalue())

@@ -29,7 +29,6 @@ from tests.proc.servers import (
     alive,
     needs_smollm2,
     planaria,
-    planaria_here,
     titled,
     wait_until,
 )
@@ -209,7 +208,7 @@ def test_scaling_while_streams_run(server: Server) -> None:
         assert outcomes == expected and answer["start"] == [1] and len(server.engine_pids()) == 2
         outcomes, answer = streams(1, 60)
         assert outcomes == expected and answer["moved"] == 0 and answer["phases"]["drain"] > 0
-    done = planaria_here("scale", "--dp", "2", "--url", server.url)
+    done = planaria("scale", "--dp", "2", "--url", server.url)
     assert done.returncode == 0 and "1 -> 2 engines, committed" in done.stdout
 
 

@@ -22,7 +22,7 @@ import pytest
 from planaria.cli import main
 from planaria.cli.generate import read_prompts
 from tests.forked import begin
-from tests.proc.servers import TINY, needs_smollm2, planaria, planaria_here
+from tests.proc.servers import TINY, needs_smollm2, planaria
 
 pytestmark = needs_smollm2
 
@@ -371,5 +371,5 @@ def test_bench_json(said: Said) -> None:
     once = ["--input-len", "4", "--output-len", "3", "--repeat", "1", "--json"]
     figures = json.loads(said("bench", "latency", "smollm2", *SMALL, *once))
     assert figures["ttft_ms"]["median"] > 0 and figures["decode_tokens_per_s"]["median"] > 0
-    result = planaria_here("bench", "latency", "smollm2", "--repeat", "0")
+    result = planaria("bench", "latency", "smollm2", "--repeat", "0")
     assert result.returncode == 2 and "--repeat" in result.stderr and "Traceback" not in result.stderr

@@ -20,7 +20,7 @@ from tests.model.checkpoints import write_checkpoint, write_talker
 from tests.model.engines import Engine, ask_for, texts
 from tests.model.test_deepseek import SIZES
 from tests.proc.asking import ask_all
-from tests.proc.servers import TINY, Server, needs_smollm2, planaria, planaria_here, wait_until
+from tests.proc.servers import TINY, Server, needs_smollm2, planaria, wait_until
 from tests.proc.test_cli import one_line
 from tests.proc.test_layouts import missing, try_now  # noqa: F401
 from tests.proc.test_prefill_decode import ASKED, metric, nothing_is_left
@@ -204,7 +204,7 @@ def test_what_users_are_told(small: Path) -> None:
         (["-tp", "2", "-dcp", "2", "--cp-kv-cache-interleave-size", "5"], ("-size 5", "16", "context parallel")),
         (["-tp", "3", "-dcp", "2"], ("-size 2", "--tensor-parallel-size 3", "context parallel")),
     ):
-        result = planaria_here(*asked, *wrong)
+        result = planaria(*asked, *wrong)
         assert result.returncode == 2
         assert all(part in one_line(result.stderr) for part in says)
 

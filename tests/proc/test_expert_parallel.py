@@ -18,7 +18,7 @@ import pytest
 from planaria.wire import ResizeEngine
 from tests.model.engines import Engine, ask_for
 from tests.proc.experts import ASKED, EP
-from tests.proc.servers import Server, planaria_here
+from tests.proc.servers import Server, planaria
 from tests.proc.sockets import free_port
 
 
@@ -95,7 +95,7 @@ def test_a_server_scales_its_lanes_while_requests_run(folder: Path, expected: li
         for harm in (["1"], ["2"], None):
             answers = [pool.submit(complete, asked) for asked in ASKED for _ in range(3)]
             if harm is not None:
-                done = planaria_here("scale", "--dp", *harm, "--url", url)
+                done = planaria("scale", "--dp", *harm, "--url", url)
                 assert done.returncode == 0, done.stderr
                 assert f"-> {harm[0]} lanes, committed" in done.stdout
                 assert len(server.rank_pids()) == int(harm[0])
@@ -105,7 +105,7 @@ def test_a_server_scales_its_lanes_while_requests_run(folder: Path, expected: li
         assert server.engine_pids() == [engine]
         health = httpx2.get(f"{url}/health").json()
         assert health["last_layout_change"]["layout"] == health["last_fault"]["layout"] == "dp=2 tp=1 pp=1"
-        refused = planaria_here("scale", "--dp", "7", "--url", url)
+        refused = planaria("scale", "--dp", "7", "--url", url)
         assert refused.returncode and "6 experts can't be on 7 ranks" in refused.stderr
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.proc.asking import ask_all
 from tests.proc.experts import ASKED, MODEL
-from tests.proc.servers import Server, planaria, planaria_here
+from tests.proc.servers import Server, planaria
 from tests.proc.test_expert_parallel import SERVED
 
 pytestmark = pytest.mark.long
@@ -50,7 +50,7 @@ def test_lanes_go_and_come_and_die_while_requests_stream(
     server: Server, folder: Path, expected: list[list[int]]
 ) -> None:
     def scale(lanes: int) -> None:
-        done = planaria_here("scale", "--dp", str(lanes), "--url", server.url)
+        done = planaria("scale", "--dp", str(lanes), "--url", server.url)
         assert done.returncode == 0, done.stderr
 
     stays = server.rank_pids()[0]
@@ -65,7 +65,7 @@ def test_lanes_go_and_come_and_die_while_requests_stream(
 
 
 def test_what_it_says_of_experts(server: Server) -> None:
-    said = planaria_here("experts", "--json", "--url", server.url)
+    said = planaria("experts", "--json", "--url", server.url)
     (engine,) = json.loads(said.stdout)["engines"]
     assert engine["rearrangements"] > 0 and engine["bytes_moved"] > 0 and engine["seconds_since"] >= 0
     assert [layer["layer"] for layer in engine["layers"]] == [0, 1]

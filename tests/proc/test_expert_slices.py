@@ -23,7 +23,7 @@ from tests.model.test_families import GPT_OSS
 from tests.proc import experts
 from tests.proc.asking import ask_all
 from tests.proc.experts import ASKED
-from tests.proc.servers import Server, planaria_here
+from tests.proc.servers import Server, planaria
 from tests.proc.sockets import free_port
 from tests.proc.test_cli import one_line
 from tests.proc.test_context import answers
@@ -141,7 +141,7 @@ def test_a_server_has_one_engine_with_lanes(folder: Path, expected: list[list[in
         assert any("each of 2 ranks has a slice of every expert" in line for line in server.log)
 
         def scale(dp: str) -> None:
-            done = planaria_here("scale", "--dp", dp, "--url", server.url)
+            done = planaria("scale", "--dp", dp, "--url", server.url)
             assert done.returncode == 0 and f"-> {dp} lanes, committed" in done.stdout, done.stderr
 
         for harm in (lambda: os.kill(server.rank_pids()[1], signal.SIGKILL), lambda: scale("1"), lambda: scale("2")):
@@ -184,8 +184,8 @@ def test_what_users_are_told(folder: Path) -> None:
         (["-tp", "2", "-dp", "3"], ("--data-parallel-size 3", "-tp 2 x -dp 3", "128 columns are 4 blocks of 32")),
         (["-dp", "2", "--all2all-backend", "pplx"], ("--all2all-backend pplx", "each of 2 has a slice")),
     ):
-        result = planaria_here(*asked, *wrong)
+        result = planaria(*asked, *wrong)
         assert result.returncode == 2
         assert all(part in one_line(result.stderr) for part in says), result.stderr
-    said = planaria_here("plan", str(folder), "-tp", "2", "-dp", "3", "--distributed-executor-backend", "mp")
+    said = planaria("plan", str(folder), "-tp", "2", "-dp", "3", "--distributed-executor-backend", "mp")
     assert said.returncode == 2 and "128 columns are 4 blocks of 32" in one_line(said.stderr), said.stderr

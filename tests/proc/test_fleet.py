@@ -16,7 +16,7 @@ import httpx2
 import pytest
 
 from planaria.processes import titled_processes
-from tests.proc.servers import PATIENCE, PATIENT, Server, alive, needs_smollm2, planaria_here, titled, wait_until
+from tests.proc.servers import PATIENCE, PATIENT, Server, alive, needs_smollm2, planaria, titled, wait_until
 from tests.proc.test_engine_death import HASH, Outcome, client_of, counting, expected, health, run  # noqa: F401
 
 pytestmark = needs_smollm2
@@ -44,7 +44,7 @@ def all_ready(server: Server, size: int = 2) -> None:
 
 
 def scale(server: Server, size: int, *more: str) -> str:
-    done = planaria_here("scale", "--dp", str(size), "--url", server.url, *more)
+    done = planaria("scale", "--dp", str(size), "--url", server.url, *more)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -159,11 +159,11 @@ def test_what_cant_be_is_refused_and_changes_nothing(server: Server) -> None:
     before = server.engine_pids()
     cases = (0, "ask for 1 or more"), (4000, "engines don't fit: each needs"), (2_000_000_000, "ask for 4096 at most")
     for size, words in cases:
-        done = planaria_here("scale", "--dp", str(size), "--url", server.url)
+        done = planaria("scale", "--dp", str(size), "--url", server.url)
         assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
     answer = httpx2.post(server.url + "/scale_elastic_ep", json={"new_data_parallel_size": 2})
     assert answer.status_code == 200 and answer.json()["message"] == "Scaled to 2 data parallel engines"
-    done = planaria_here("scale", "--dp", "2", "--url", "http://127.0.0.1:1")
+    done = planaria("scale", "--dp", "2", "--url", "http://127.0.0.1:1")
     assert done.returncode == 1 and "no server answers" in done.stderr
     assert server.engine_pids() == before
 

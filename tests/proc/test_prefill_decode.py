@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from tests.proc.asking import Asked, ask_all
-from tests.proc.servers import SMALL, SOON, TINY, Server, needs_smollm2, planaria_here, wait_until
+from tests.proc.servers import SMALL, SOON, TINY, Server, needs_smollm2, planaria, wait_until
 from tests.tiers import representatives
 
 OPTIONS = [*TINY, "--batch-invariant", "--max-num-seqs", "32", "--max-num-batched-tokens", "64"]
@@ -77,7 +77,7 @@ def test_prompts_are_computed_by_one_kind_and_go_on_in_the_other(
     nothing_is_left(server)
     rows = {row["engine"]: row for row in httpx2.get(server.url + "/admin/processes").json()["processes"]}
     assert (rows[0]["kind"], rows[1]["kind"]) == ("prefill", "decode")
-    shown = planaria_here("ps", "--url", server.url, "--json").stdout
+    shown = planaria("ps", "--url", server.url, "--json").stdout
     assert '"prefill"' in shown and '"decode"' in shown
     health = httpx2.get(server.url + "/health").json()
     assert [engine["kv_transfer"] for engine in health["engines"]] == ["ok", "ok"] and health["prefill_threshold"] >= 32
@@ -172,7 +172,7 @@ def test_clients_that_leave_in_the_midst_leave_nothing_behind(server: Server, sm
 
 def test_sizes_and_kinds_change_while_requests_run(server: Server, small: Path, expected: list[list[int]]) -> None:
     def scale(*words: str) -> str:
-        done = planaria_here("scale", *words, "--url", server.url, "--drain-timeout", "0")
+        done = planaria("scale", *words, "--url", server.url, "--drain-timeout", "0")
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -192,7 +192,7 @@ def test_sizes_and_kinds_change_while_requests_run(server: Server, small: Path, 
     ) == expected  # fmt: skip
     assert kinds() == ["prefill", "decode"]
     nothing_is_left(server)
-    refused = planaria_here("scale", "--dp", "3", "--url", server.url)
+    refused = planaria("scale", "--dp", "3", "--url", server.url)
     assert refused.returncode == 2 and "two kinds" in refused.stderr
 
 

@@ -21,7 +21,7 @@ from planaria.cli import admin, experts, ps, scale
 from planaria.errors import PlanariaError, UserError
 from planaria.node import process_state
 from planaria.processes import read_title, set_title
-from tests.proc.servers import SOON, Server, alive, needs_smollm2, planaria, planaria_here, wait_until
+from tests.proc.servers import SOON, Server, alive, needs_smollm2, planaria, wait_until
 
 pytestmark = needs_smollm2
 
@@ -37,7 +37,7 @@ def port_of(server: Server) -> str:
 
 
 def test_every_process_is_listed(server: Server) -> None:
-    run = planaria_here("ps", "--port", port_of(server), "--json")
+    run = planaria("ps", "--port", port_of(server), "--json")
     assert run.returncode == 0, run.stderr
     rows = json.loads(run.stdout)
     assert [(row["role"], row["rank"], row["coordinates"]) for row in rows] == [
@@ -59,7 +59,7 @@ def test_every_process_is_listed(server: Server) -> None:
 
 
 def test_it_finds_the_servers_of_this_machine_by_itself(server: Server) -> None:
-    run = planaria_here("ps", "--json")
+    run = planaria("ps", "--json")
     assert run.returncode == 0, run.stderr
     assert server.pid in [row["pid"] for row in json.loads(run.stdout)]
 
@@ -73,7 +73,7 @@ def test_people_get_a_table(server: Server) -> None:
 
 
 def test_titles_can_be_read_in_ps(server: Server) -> None:
-    rows = json.loads(planaria_here("ps", "--port", port_of(server), "--json").stdout)
+    rows = json.loads(planaria("ps", "--port", port_of(server), "--json").stdout)
     pids = ",".join(str(row["pid"]) for row in rows)
     shown = subprocess.run(["ps", "-o", "args=", "-p", pids], capture_output=True, text=True, check=True)
     titles = sorted(shown.stdout.splitlines())
@@ -95,7 +95,7 @@ def test_a_stopped_engine_does_not_hold_it_up() -> None:
         ]  # fmt: skip
 
         def idle() -> bool:
-            rows = json.loads(planaria_here("ps", "--port", port_of(server), "--json").stdout)
+            rows = json.loads(planaria("ps", "--port", port_of(server), "--json").stdout)
             assert rows[1]["role"] == "engine"
             another = rows[1]["pid"] != engine
             return another and rows[1]["state"] == "idle" and rows[1]["coordinates"] == {"tp": 0, "pp": 0}
@@ -106,17 +106,17 @@ def test_a_stopped_engine_does_not_hold_it_up() -> None:
 
 def test_the_admin_key_is_needed_where_there_is_one() -> None:
     with Server("smollm2", "--null-worker", "--admin-key", "sesame") as server:
-        run = planaria_here("ps", "--port", port_of(server))
+        run = planaria("ps", "--port", port_of(server))
         assert run.returncode == 1 and "wants its admin key: give --admin-key" in run.stderr
-        run = planaria_here("ps", "--port", port_of(server), "--admin-key", "other")
+        run = planaria("ps", "--port", port_of(server), "--admin-key", "other")
         assert run.returncode == 1 and "does not take the admin key that was given" in run.stderr
-        run = planaria_here("ps", "--port", port_of(server), "--admin-key", "sesame")
+        run = planaria("ps", "--port", port_of(server), "--admin-key", "sesame")
         assert run.returncode == 0 and "engine" in run.stdout
-        run = planaria_here("ps", "--port", port_of(server), env={"PLANARIA_ADMIN_KEY": "sesame"})
+        run = planaria("ps", "--port", port_of(server), env={"PLANARIA_ADMIN_KEY": "sesame"})
         assert run.returncode == 0 and "engine" in run.stdout
         assert "sesame" not in "".join(server.log)
     with Server("smollm2", "--null-worker", "--api-key", "sesame") as server:
-        run = planaria_here("ps", "--port", port_of(server), "--admin-key", "sesame")
+        run = planaria("ps", "--port", port_of(server), "--admin-key", "sesame")
         assert run.returncode == 1 and "has no admin key" in run.stderr and "start it with --admin-key" in run.stderr
 
 
@@ -229,7 +229,7 @@ def test_nobody_or_somebody_else_answers() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-        run = planaria_here("ps", "--port", str(port))
+        run = planaria("ps", "--port", str(port))
         assert run.returncode == 1 and len(run.stderr.strip().splitlines()) == 1
         assert f"no server answers at 127.0.0.1 port {port}" in run.stderr
 
@@ -251,7 +251,7 @@ def test_titles(title: str, read: tuple[str, dict[str, str]] | None) -> None:
 def test_a_killed_servers_processes_are_gone() -> None:
     """The title doesn't hide a process from the rule that nothing is left behind."""
     with Server("smollm2", "--null-worker", "--distributed-executor-backend", "mp") as server:
-        pids = [row["pid"] for row in json.loads(planaria_here("ps", "--port", port_of(server), "--json").stdout)]
+        pids = [row["pid"] for row in json.loads(planaria("ps", "--port", port_of(server), "--json").stdout)]
         assert len(pids) == 3
         server.process.kill()
         wait_until("all processes are gone", lambda: not any(alive(pid) for pid in pids), limit=SOON)

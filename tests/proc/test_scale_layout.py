@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.proc.servers import Server, needs_smollm2, planaria_here
+from tests.proc.servers import Server, needs_smollm2, planaria
 from tests.proc.test_engine_death import HASH, expected, health, run  # noqa: F401
 
 pytestmark = needs_smollm2
@@ -22,7 +22,7 @@ def server() -> Iterator[Server]:
 
 def layout(server: Server, *wanted: str) -> str:
     """Changed to, as the command says it."""
-    done = planaria_here("scale", *wanted, "--url", server.url, "--json")
+    done = planaria("scale", *wanted, "--url", server.url, "--json")
     assert done.returncode == 0, done.stderr
     (engine,) = json.loads(done.stdout)["engines"]
     return str(engine["layout"])
@@ -51,6 +51,6 @@ def test_requests_go_on_in_every_layout(server: Server, expected: object) -> Non
 def test_what_cant_be_costs_nobody_anything(server: Server) -> None:
     epoch = health(server)["epoch"]
     for wanted, reason in ((["--pp", "31"], "30 layers"), (["--tp", "0"], "tensor_parallel_size"), ([], "--dp")):
-        done = planaria_here("scale", *wanted, "--url", server.url)
+        done = planaria("scale", *wanted, "--url", server.url)
         assert done.returncode == 2 and reason in done.stderr, done.stderr
     assert health(server)["epoch"] == epoch

@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from planaria.server.models import LOADED, LOADING
-from tests.proc.servers import PATIENCE, PATIENT, TINY, Server, planaria_here, wait_until
+from tests.proc.servers import PATIENCE, PATIENT, TINY, Server, planaria, wait_until
 
 PROMPT = [5 + i % 100 for i in range(200)]
 TOKENS = 12
@@ -101,7 +101,7 @@ def test_each_answers_as_itself_and_its_prefixes_return_with_it(
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(PROMPT) // 16 * 16 - 16
         assert tokens_of(again) == expected[name]
         assert [each for each, state in states(server).items() if state == LOADED] == [name]
-    shown = planaria_here("ps", "--url", server.url)
+    shown = planaria("ps", "--url", server.url)
     heading, engine = f"{names[-1]} ({LOADED})", f" {names[-1]} "
     assert heading in shown.stdout and engine in shown.stdout, shown.stdout + shown.stderr
 
@@ -189,7 +189,7 @@ def test_a_server_that_drains_answers_who_waits_for_a_model(folders: list[str]) 
     ],
 )
 def test_what_is_for_one_model_is_refused_by_name(folders: list[str], more: list[str], words: str) -> None:
-    done = planaria_here("serve", *folders[:2], *TINY, *more)
+    done = planaria("serve", *folders[:2], *TINY, *more)
     assert done.returncode == 2 and words in done.stderr, done.stderr
 
 
@@ -197,9 +197,9 @@ def test_what_is_wrong_with_one_model_names_it(folders: list[str], tmp_path: Pat
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_text("{")
-    done = planaria_here("serve", folders[0], str(broken), *TINY)
+    done = planaria("serve", folders[0], str(broken), *TINY)
     assert done.returncode == 2 and str(broken) in done.stderr, done.stderr
-    done = planaria_here("serve", folders[0], folders[0], *TINY)
+    done = planaria("serve", folders[0], folders[0], *TINY)
     assert done.returncode == 2 and "is the name of two models" in done.stderr
-    done = planaria_here("serve", folders[0], "--max-loaded", "2", *TINY)
+    done = planaria("serve", folders[0], "--max-loaded", "2", *TINY)
     assert done.returncode == 2 and "--max-loaded" in done.stderr and "several models" in done.stderr
