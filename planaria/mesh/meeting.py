@@ -30,16 +30,17 @@ class OuterStore:
         self.prefix = f"planaria/{outer.attempt}/{outer.replica}/{next(_engines)}/"
         where = outer.master_addr, outer.master_port
         if where not in _stores:
-            host = resolve_host(outer.master_addr)
+            host, serves = resolve_host(outer.master_addr), outer.rank == outer.replica == 0 and not outer.serves_store
+            absent = "" if serves or outer.serves_store else "; RANK 0 serves it, and has not come, or has ended"
             try:
-                if outer.rank == outer.replica == 0 and not outer.serves_store:
+                if serves:
                     _stores[where], _ = open_store(host, outer.master_port, deadline=TIMEOUT)
                 else:
                     _stores[where] = join_store(host, outer.master_port, deadline=TIMEOUT)
             except (OSError, CollectiveAborted) as e:
                 raise CapacityError(
                     f"the outer launcher's processes can't meet at {outer.master_addr} port {outer.master_port} "
-                    f"($MASTER_ADDR, $MASTER_PORT): {e}"
+                    f"($MASTER_ADDR, $MASTER_PORT): {e}{absent}"
                 ) from None
         self.store = _stores[where]
 

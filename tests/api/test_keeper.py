@@ -211,7 +211,7 @@ async def test_an_engine_that_gave_up_is_not_followed_by_another(kind: str, erro
     client.now.hear(Dead(kind, "no room"))
     client.now.die("ended with exit code 1", Dead(kind, "no room"))
     with pytest.raises(error, match="no room"):
-        await client.engine.ready()
+        await asyncio.wait_for(client.engine.ready(), 60)
     await settle()
     assert len(client.processes) == 1
 

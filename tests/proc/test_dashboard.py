@@ -16,7 +16,7 @@ import pytest
 
 from planaria.server import dashboard
 from tests.model.checkpoints import write_checkpoint
-from tests.proc.servers import Server, needs_smollm2, planaria_here, wait_until
+from tests.proc.servers import Server, needs_smollm2, planaria, wait_until
 from tests.proc.test_engine_death import HASH, health, run
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -49,6 +49,20 @@ def browse(server: Server, profile: Path, *what: str) -> str:
     return done.stdout
 
 
+def counted(server: Server, name: str) -> int:
+    """A count of /metrics."""
+    said = re.search(rf"^{name}_total\S* (\S+)$", httpx2.get(server.url + "/metrics").text, re.MULTILINE)
+    assert said is not None
+    return int(float(said[1]))
+
+
+def sampled(server: Server) -> list[int]:
+    """The same of the history that the page has."""
+    data = httpx2.get(server.url + "/admin/dashboard").json()
+    last = dict(zip(data["columns"], data["samples"][-1], strict=True))
+    return [last["generation_tokens"], last["replayed_tokens"]]
+
+
 def test_data_is_for_who_has_the_key(server: Server) -> None:
     assert httpx2.get(server.url + "/dashboard").status_code == 200  # a page without data
     assert httpx2.get(server.url + "/dashboard/plotly.min.js").status_code == 200
@@ -66,18 +80,21 @@ def test_the_page_asks_for_the_key(server: Server, tmp_path: Path) -> None:
 @needs_browser
 def test_ranks_charts_and_faults_are_seen(tmp_path: Path) -> None:
     with Server("smollm2", *HASH, "-tp", "2", "-dp", "2") as server:
-        run(server)
-        os.kill(server.rank_pids()[-1], signal.SIGKILL)
+        run(server, lambda tokens: os.kill(server.rank_pids()[-1], signal.SIGKILL) if tokens == 100 else None)
         wait_until("it has recovered", lambda: (health(server)["last_fault"] or {}).get("recovered"))
         run(server)
+        counts = [counted(server, name) for name in ("vllm:generation_tokens", "planaria:replayed_tokens")]
+        wait_until("its history has them", lambda: sampled(server) == counts)
         page = browse(server, tmp_path, "--dump-dom")
         picture = tmp_path / "dashboard.png"
         browse(server, tmp_path, f"--screenshot={picture}")
     shown = page.split("<script>")[0]
     assert sorted(re.findall(r'data-rank="(\d)"', shown)) == ["0", "0", "1", "1"]
     assert "epoch 0" in shown and "epoch 1" in shown and ">serving<" in shown
-    assert "rank 1 failed in idle" in shown and "its process was killed by signal 9" in shown
+    assert re.search(r"rank 1 failed in (step|idle)", shown) and "its process was killed by signal 9" in shown
     assert 'data-head="cause"' in shown, "a phone says it beside each cell"
+    tiles = re.findall(r"<b>([^<]*)</b><span>(tokens generated|computed again after faults)</span>", shown)
+    assert [int(re.sub(r"\D", "", figure)) for figure, _ in tiles] == counts and all(counts)
     for chart in ("generated", "prompt", "states", "first", "between", "queued", "kv"):
         drawn = re.search(rf'id="{chart}".*?<svg class="main-svg".*?class="js-line".*? d="M([^"]+)"', page, re.DOTALL)
         assert drawn and len(drawn[1].split("L")) > 1, f"nothing is drawn in {chart}"
@@ -98,7 +115,7 @@ def test_the_load_of_experts_is_seen(tmp_path: Path) -> None:
         body = {"model": str(folder), "prompt": [5, 6, 7], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
         assert httpx2.post(server.url + "/v1/completions", json=body, timeout=120).status_code == 200
         page = browse(server, tmp_path, "--dump-dom")
-        said = planaria_here("experts", "--url", server.url)
+        said = planaria("experts", "--url", server.url)
     shown = page.split("<script>")[0]
     assert re.search(r"engine 0 · 2 ranks · load of \d+ steps · balancedness [01]\.\d{3}", shown)
     chart = shown[shown.index('id="experts-0"') :]

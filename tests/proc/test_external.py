@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from planaria import LLM
 from planaria.config.options import EngineOptions
 from planaria.config.resolve import resolve
-from planaria.errors import EngineDead, RanksDiffer
+from planaria.errors import CapacityError, EngineDead, RanksDiffer
 from planaria.executor.launcher.external import ExternalLauncher
 from planaria.executor.link.circle import Circle
 from planaria.executor.link.faults import LinkError
@@ -308,6 +308,16 @@ def test_an_engine_of_one_process_needs_none_of_the_others(monkeypatch: pytest.M
     options = {**NULL, "data_parallel_size": 2, "skip_tokenizer_init": True}
     with LLM(str(small), distributed_executor_backend="external_launcher", **options) as llm:
         assert len(llm.facts.ranks) == 1
+
+
+def test_where_nobody_serves_the_store_it_is_said_who_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the first engine's program is over before the second has come."""
+    monkeypatch.setattr(meeting, "TIMEOUT", 0.1)
+    second = OuterLauncher(
+        rank=0, world_size=2, replica=1, replicas=2, master_addr="127.0.0.1", master_port=free_port()
+    )
+    with pytest.raises(CapacityError, match="RANK 0 serves it, and has not come, or has ended"):
+        meeting.OuterStore(second)
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])

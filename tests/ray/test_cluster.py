@@ -10,14 +10,17 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from planaria import LLM
 from planaria.cli import main
+from planaria.config.options import ParallelConfig
 from planaria.env import RaySettings
 from planaria.errors import CapacityError, ConfigError
+from planaria.executor.ray import cluster, fleet
 from planaria.topology import Layout
 from tests.proc.servers import wait_until
 from tests.ray.clusters import actor_nodes, live_groups, several_nodes
@@ -54,6 +57,24 @@ def test_a_cluster_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch)
         pass
     assert error.value.__notes__ == ["it could not be shut down: OSError('there is nothing to shut down')"]
     assert left[0].wait(60) == -signal.SIGKILL and dict(os.environ) == before
+
+
+def test_the_job_has_the_users_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a cluster that is started here, and of a fleet: its engines are actors of that job."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # where a start says more
+    monkeypatch.setattr(cluster, "_reread_config", lambda: None)
+    told, mine = [], {"working_dir": "/mine"}
+    cluster._start(SimpleNamespace(init=lambda **given: told.append(given["runtime_env"])), 1, mine)
+
+    def connect(address: str | None, slots: int, runtime_env: dict[str, Any] | None) -> Any:
+        told.append(runtime_env)
+        raise ConfigError("Ray address", address, "is nobody's", "give another")
+
+    monkeypatch.setattr(fleet, "connect", connect)
+    config: Any = SimpleNamespace(parallel=ParallelConfig(data_parallel_size=2, ray_runtime_env=mine))
+    with pytest.raises(ConfigError, match="is nobody's"):
+        fleet.RayHosts(config, RaySettings()).open(2)
+    assert told == [mine, mine]
 
 
 @pytest.fixture(scope="module")
