@@ -36,7 +36,8 @@ def who(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_server_of_two_ranks_over_safetensors(who: Path, small: Path) -> None:
     with Server(str(small), *TINY, "-tp", "2") as server:
-        body = {"prompt": [50, 35, 28], "max_tokens": 6, "temperature": 1, "logprobs": 2, "ignore_eos": True, "return_token_ids": True}
+        asked = {"max_tokens": 6, "temperature": 1, "logprobs": 2, "ignore_eos": True, "return_token_ids": True}
+        body = {"prompt": [50, 35, 28], **asked}
         answer = httpx2.post(server.url + "/v1/completions", json=body, timeout=60).json()
         assert len(answer["choices"][0]["token_ids"]) == 6
     assert not who.read_text()
