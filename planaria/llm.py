@@ -89,7 +89,7 @@ logger = logging.getLogger("planaria")
 ChatMessage = dict[str, Any]
 Folder = str | os.PathLike[str]
 Changed = Slept | WeightsUpdated
-Answer = TypeVar("Answer")
+T = TypeVar("T")
 OnProgress = Callable[[StartUpNews], None]
 
 
@@ -873,7 +873,7 @@ class AsyncLLM(_Front):
     async def _tell(self, asked: Sleep | UpdateWeights) -> Changed:
         return await self._answer(self._ask(asked, self._engine.inbox.put))
 
-    async def _answer(self, future: Future[Answer]) -> Answer:
+    async def _answer(self, future: Future[T]) -> T:
         if self._engine.ended:
             raise EngineDead(self._engine.ended)
         return await asyncio.wrap_future(future)
