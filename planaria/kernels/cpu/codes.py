@@ -10,7 +10,7 @@ APART = 0x0002040810204081  # times 7 bits: each in a byte of its own
 EIGHTS = "<4 x i64>"
 
 
-def place(kind: BlockKind) -> str:
+def place(kind: BlockKind, by_bytes: bool) -> str:
     """Codes of `rows` rows, `row_bytes` apart, from block `first` (of 32) on, into panels of `stride` bytes."""
     f = Function("pl_place", PLACE_ARGS)
     source, out = f.ptr("%source"), f.ptr("%out")
@@ -32,7 +32,7 @@ def place(kind: BlockKind) -> str:
                 return
             below = 0
             for plane in kind.planes:
-                for word, value in enumerate(words(f, kind, plane, f.at(whole, plane.at), begin)):
+                for word, value in enumerate(words(f, by_bytes, plane, f.at(whole, plane.at), begin)):
                     f.store("i32", value, f.at(to, 64 * (below + word)), 4)
                 below += plane.bits
 
@@ -42,12 +42,12 @@ def place(kind: BlockKind) -> str:
     return f.end()
 
 
-def words(f: Function, kind: BlockKind, plane: Plane, at: str, begin: str) -> list[str]:
+def words(f: Function, by_bytes: bool, plane: Plane, at: str, begin: str) -> list[str]:
     """A plane's words of the block that begins with code `begin`, of each 32 / bits codes: the even ones from bit 0 on,
     the odd ones from bit 16 on; or, by bytes, in each byte every fourth."""
     bits = plane.bits
     bytes = eights(f, plane, at, begin)
-    if kind.by_bytes:
+    if by_bytes:
         apart = f.op(f"and {EIGHTS} {bytes}, {splat(0x0101010101010101 * ((1 << bits) - 1))}")
         both = f.op(f"or {EIGHTS} {apart}, {f.op(f'lshr {EIGHTS} {apart}, {splat(32 - bits)}')}")
         width = 2 * bits

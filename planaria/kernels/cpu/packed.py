@@ -19,7 +19,7 @@ from planaria.kernels.cpu.micro import (
     dispatcher,
     finish,
 )
-from planaria.kernels.cpu.rounded import INTRINSICS, InPairs, form_of, half_of, host_has, joined, round_rows
+from planaria.kernels.cpu.rounded import B32, INTRINSICS, InPairs, form_of, half_of, host_has, joined, round_rows
 from planaria.kernels.cpu.target import Target
 from planaria.kernels.cpu.unpack import (
     AHEAD,
@@ -69,6 +69,14 @@ def few_rows(target: Target, kind: BlockKind) -> int:
     return 9 if target.wide or in_halves(target, kind) else 2
 
 
+def has_second(f: Function, form: InPairs, x_at: Sequence[str]) -> str:
+    """Whether a block of any of these rows has second integers: their scale isn't 0 then."""
+    bits, *more = (f.load("i32", f.at(x, form.second + form.numbers), 4) for x in x_at)
+    for other in more:
+        bits = f.op(f"or i32 {bits}, {other}")
+    return f.op(f"icmp ne i32 {bits}, 0")
+
+
 def sums_of_block(f: Function, form: InPairs, steps: Iterator[str], x_at: list[str], factors: list[str]) -> list[str]:
     """A block's sums of each row, times columns' scales."""
     sums = [""] * len(x_at)
@@ -81,19 +89,36 @@ def sums_of_block(f: Function, form: InPairs, steps: Iterator[str], x_at: list[s
 def sums_in_halves(f: Function, unpack: Unpack, form: InPairs, at: str, x_at: list[str]) -> list[str]:
     """Of the codes there a block's sums of each row, i32 [16]: in pairs on AVX2, whose 16 registers hold a panel's sums
     of six rows, or half a panel's of twelve. In this order: LLVM would change it, and put sums into memory."""
-    halves = list[list[str]]()
+    numbers, runs = [f.at(x, form.numbers) for x in x_at], form.groups[0]
+    wholes = [form.first(f, place, 0) for place in numbers]
+    begins = [form.begin(f, whole, place, 0) for whole, place in zip(wholes, numbers, strict=True)]
+    item, lanes, half, factors, call = (
+        ("i16", 32, H16, B32, "pmadd.ub.sw") if form.by_bytes else ("i32", 16, I8, H16, "pmadd.wd")
+    )
+
+    def part_of(vector: str, side: int) -> str:
+        """Half of 64 bytes."""
+        return f.op(f"bitcast {I8} {half_of(f, 'i32', vector, side, 16)} to {factors}")
+
+    sums = [[[""] * 2 for _ in x_at] for _ in runs]
     for sides in ([0, 1],) if len(x_at) <= 6 else ([0], [1]):
-        firsts = [half_of(f, "i32", form.first(f, f.at(x, form.numbers), 0), 0, 16) for x in x_at]
-        sums = [list(firsts) for _ in sides]
-        for step, codes in enumerate(unpack.steps(f, at)):
-            own = [half_of(f, "i16", codes, side, 32) for side in sides]
-            for r, x in enumerate(x_at):
-                word = half_of(f, "i16", f.op(f"bitcast {I32} {splat_word(f, f.at(x, 4 * step))} to {H32}"), 0, 32)
-                for sum, code in zip(sums, own, strict=True):
-                    pairs = f.op(f"call {I8} @llvm.x86.avx2.pmadd.wd({H16} {code}, {H16} {word})")
-                    sum[r] = f.opaque(I8, f.op(f"add {I8} {sum[r]}, {pairs}"))
-        halves += sums
-    return [joined(f, "i32", [left, right], 8) for left, right in zip(*halves, strict=True)]
+        codes = unpack.steps(f, at)
+        for run, (first, last) in zip(sums, runs, strict=True):
+            for own, begin in zip(run, begins, strict=True):
+                for side in sides:
+                    own[side] = half_of(f, item, begin, 0, lanes)
+            for step in range(first, last):
+                code = f.op(f"bitcast {form.codes} {next(codes)} to {I32}")
+                parts = [(side, part_of(code, side)) for side in sides]
+                for own, x in zip(run, x_at, strict=True):
+                    word = part_of(splat_word(f, f.at(x, 4 * step)), 0)
+                    for side, part in parts:
+                        products = f.op(f"call {half} @llvm.x86.avx2.{call}({factors} {part}, {factors} {word})")
+                        own[side] = f.opaque(half, f.op(f"add {half} {own[side]}, {products}"))
+    for run in sums:
+        both = [joined(f, item, own, lanes // 2) for own in run]
+        wholes = [form.whole(f, whole, one) for whole, one in zip(wholes, both, strict=True)]
+    return wholes
 
 
 def packed(target: Target, kind: BlockKind, rows: int) -> str:
@@ -106,15 +131,23 @@ def packed(target: Target, kind: BlockKind, rows: int) -> str:
         own, shared = (f.ptr(p) for p in unpack.places(f, "%scales", "%blocks", i))
         x_at = rows_at(f, f.at(first_x, f.mul(i, rows * form.row_bytes)), form, rows)
         at = f.at(w, f.mul(i, unpack.block_bytes))
-        if in_halves(target, kind):
-            whole = sums_in_halves(f, unpack, form, at, x_at)
-            factors = unpack.factors(f, own, shared)  # now: else they take registers all the while
-            sums = [add_group(f, "", one, factors[0]) for one in whole]
-        else:
-            factors = unpack.factors(f, own, shared)
-            sums = sums_of_block(f, form, unpack.steps(f, at), x_at, factors)
-        minima = factors[unpack.scales :]
-        return [scaled(f, acc[r], sums[r], f.at(x_at[r], form.numbers), minima) for r in range(rows)]
+
+        def product(place: str | int, acc: list[str]) -> list[str]:
+            own_x = [f.at(x, place) for x in x_at]
+            if in_halves(target, kind):
+                whole = sums_in_halves(f, unpack, form, at, own_x)
+                factors = unpack.factors(f, own, shared)  # now: else they take registers all the while
+                sums = [add_group(f, "", one, factors[0]) for one in whole]
+            else:
+                factors = unpack.factors(f, own, shared)
+                sums = sums_of_block(f, form, unpack.steps(f, at), own_x, factors)
+            minima = factors[unpack.scales :]
+            return [scaled(f, acc[r], sums[r], f.at(own_x[r], form.numbers), minima) for r in range(rows)]
+
+        if not form.second:
+            return product(0, acc)
+        end = f.op(f"select i1 {has_second(f, form, x_at)}, i64 {form.row_bytes}, i64 {form.second}")
+        return f.loop(0, end, form.second, [(F32, a) for a in acc], product)
 
     total = f.loop(0, "%blocks", 1, [(F32, "zeroinitializer")] * rows, body)
     finish(f, target, [[t] for t in total], "%out", "%ldo", "%mode", "%bias")
@@ -140,15 +173,17 @@ def part(target: Target, kind: BlockKind, rows: int, panels: int) -> str:
     unpack, form = Unpack(target, kind), form_of(target, kind)
     codes, acc, xs = f.ptr("%codes"), f.ptr("%acc"), rows_at(f, f.ptr("%x"), form, rows)
     tile = [(r, v) for r in range(rows) for v in range(panels)]
+    unroll = 1 if form.second else UNROLL
 
     def step(code_at: str, x_at: list[str], sums: list[str], u: int) -> list[str]:
         ws = [f.load(form.codes, f.at(code_at, 64 * (u * panels + v)), 64) for v in range(panels)]
         words = [splat_word(f, f.at(x, 4 * u)) for x in x_at]
-        return [form.add(f, sum, ws[v], words[r]) for sum, (r, v) in zip(sums, tile, strict=True)]
+        found = (form.add(f, sum, ws[v], words[r]) for sum, (r, v) in zip(sums, tile, strict=True))
+        return [superblocks.kept(f, one) for one in found] if form.second else list(found)
 
     def body(i: str, sums: list[str]) -> list[str]:
         code_at, x_at = f.at(codes, f.mul(i, 16 * panels)), [f.at(x, i) for x in xs]
-        for u in range(UNROLL):
+        for u in range(unroll):
             sums = step(code_at, x_at, sums, u)
         return sums
 
@@ -161,7 +196,7 @@ def part(target: Target, kind: BlockKind, rows: int, panels: int) -> str:
         whole = [form.first(f, place, number) for place in places]
         for first, last in runs:
             run = [form.begin(f, w, place, number) for w, place in zip(whole, places, strict=True)]
-            run = f.loop(4 * first, 4 * last, 4 * UNROLL, [(form.lanes, one) for one in run], body)
+            run = f.loop(4 * first, 4 * last, 4 * unroll, [(form.lanes, one) for one in run], body)
             whole = [form.whole(f, w, one) for w, one in zip(whole, run, strict=True)]
         scales = [factor(v, number) for v in range(panels)]
         sums = [add_group(f, s, w, scales[v]) for s, w, (_, v) in zip(sums, whole, tile, strict=True)]
@@ -204,7 +239,14 @@ def wide(target: Target, kind: BlockKind, panels: int) -> str:
 
         def tile(rows: int, first: str) -> None:
             row, to = f.add(x, f.mul(first, form.row_bytes)), f.add("%acc", f.mul(first, 64 * panels))
-            f.do(f"call void @pl_part_{rows}_{panels}(i64 {row}, i64 %codes, i64 {to})")
+
+            def call(row: str) -> None:
+                f.do(f"call void @pl_part_{rows}_{panels}(i64 {row}, i64 %codes, i64 {to})")
+
+            call(row)
+            if form.second:
+                some = has_second(f, form, rows_at(f, f.ptr(row), form, rows))
+                f.when(some, lambda: call(f.add(row, form.second)))
 
         return [in_tiles(f, most, tile, carried[0])]
 
@@ -228,7 +270,7 @@ def embed(target: Target, kind: BlockKind) -> str:
         mine = [f.op(f"extractelement {F32} {v}, i64 %column") for v in factors]
         sides = [mine[: unpack.scales], mine[unpack.scales :]]
         for step, codes in enumerate(unpack.steps(f, f.at(w, f.mul(i, unpack.block_bytes)))):
-            if kind.by_bytes:
+            if form.by_bytes:
                 word = f.op(f"extractelement {I32} {codes}, i64 %column")
                 found = [f.op(f"and i32 {f.op(f'lshr i32 {word}, {8 * k}')}, 255") for k in range(4)]
             else:
@@ -272,6 +314,6 @@ def kind_module(target: Target, kind: BlockKind) -> str:
         rounding = round_rows(target, kind, then)
     return "\n".join([
         DECLARATIONS, INTRINSICS,
-        *parts, *few.values(), many, embed(target, kind), place_codes(kind), rounding,
+        *parts, *few.values(), many, embed(target, kind), place_codes(kind, form.by_bytes), rounding,
         dispatcher("pl_packed", PACKED_ARGS, "rows", few),
     ])  # fmt: skip

@@ -50,9 +50,10 @@ class InPairs:
     """int16 of 15 bits: a step is two neighbours along K, codes int16 [16][2].
 
     most: the largest integer. numbers: where they are in a block of a row, of `row_bytes`. run: steps whose sums are
-    held in `lanes`, which are of one group of weights."""
+    held in `lanes`, which are of one group of weights. second: where a block's second integers are, see InPlanes."""
 
     steps, item, most, lanes, codes = 16, 16, 16383, I32, H32  # so that no sum of a block of any kind leaves 32 bits
+    by_bytes, second = False, 0
 
     def __init__(self, target: Target, kind: BlockKind) -> None:
         self.target, self.count = target, BLOCK // kind.group
@@ -111,7 +112,7 @@ class InBytes(InPairs):
     cut: lowest bits that twofold.py takes off sums of products, so that two are in 32 bits, and a superblock's, too."""
 
     steps, item, most, codes = 8, 8, 127, I32
-    cut = 0
+    by_bytes, cut = True, 0
 
     def __init__(self, target: Target, kind: BlockKind) -> None:
         super().__init__(target, kind)
@@ -173,12 +174,30 @@ class InBytes(InPairs):
         """On AVX2 superblocks.py has another."""
         if self.direct:
             return run
+        if not self.target.wide:
+            return f.op(f"add {I32} {before}, {multiplied(f, run, ONES)}")
         sums = f.op(f"call {I32} @llvm.x86.avx512.pmaddw.d.512({H32} {run}, {H32} {ONES})")
         return f.op(f"add {I32} {before}, {sums}")
 
 
+class InPlanes(InBytes):
+    """int8, and a second block behind the first: what its rounding left, rounded likewise, where its largest number is
+    far from those of the row's other blocks; else zeros. On AVX2, of kinds that have no integer scales."""
+
+    def __init__(self, target: Target, kind: BlockKind) -> None:
+        super().__init__(target, kind)
+        self.second, self.row_bytes = self.row_bytes, 2 * self.row_bytes
+
+    @property
+    def by_superblocks(self) -> bool:
+        return False
+
+
 def form_of(target: Target, kind: BlockKind) -> InPairs:
-    return (InBytes if kind.by_bytes else InPairs)(target, kind)
+    if kind.by_bytes:
+        return InBytes(target, kind)
+    in_planes = not target.wide and host_has("avx2") and not kind.levels and kind.bits < 8
+    return (InPlanes if in_planes else InPairs)(target, kind)
 
 
 def half_of(f: Function, item: str, vector: str, half: int, lanes: int) -> str:
@@ -195,7 +214,16 @@ def joined(f: Function, item: str, halves: list[str], lanes: int) -> str:
     return f.op(f"shufflevector {kind} {halves[0]}, {kind} {halves[1]}, <{2 * lanes} x i32> <{picked}>")
 
 
+def multiplied(f: Function, a: str, b: str) -> str:
+    """Sums i32 [16] of the products of pairs, of int16 [16][2], on AVX2."""
+    sides = [[half_of(f, "i16", v, side, 32) for side in range(2)] for v in (a, b)]
+    call = "call <8 x i32> @llvm.x86.avx2.pmadd.wd"
+    return joined(f, "i32", [f.op(f"{call}(<16 x i16> {x}, <16 x i16> {y})") for x, y in zip(*sides, strict=True)], 8)
+
+
 AT_ONCE = 4  # blocks whose largest values and sums are found together
+FAR = 1.5  # times the mean of a row's blocks' largest numbers
+FINER = 254  # second integers for one of the first
 BLOCKS = 8  # of a superblock
 Superblock = Callable[[str, str, str, list[str]], list[str]]  # number, first block, end, values carried -> those after
 
@@ -238,6 +266,13 @@ def quantised(f: Function, form: InPairs, halves: Sequence[str], factor: str, to
     return wholes if form.count > 1 else [added(f, I32, *wholes)]
 
 
+def remainder(f: Function, values: str, factor: str) -> str:
+    """What rounding takes from values times a factor."""
+    own = f.splat("float", factor)
+    whole = f.vec("fsub", f.fma(values, own, f.const_f32(ROUNDING)), f.const_f32(ROUNDING))
+    return f.fma(values, own, f.op(f"fneg {F32} {whole}"))
+
+
 def of_each(f: Function, combined: Callable[[Function, str, str, str], str], vectors: Sequence[str]) -> str:
     """All lanes of each of four vectors i32 [16], combined: i32 [4]. combined: of two vectors of that type."""
 
@@ -264,9 +299,11 @@ def round_rows(target: Target, kind: BlockKind, then: Callable[[Function, str, s
     one scale, and `then` comes after each, with its first block and the end."""
     f, form = Function("pl_round", ("x", "blocks", "out", "step", "place")), form_of(target, kind)
     act, x, out = Elements(f, target), f.ptr("%x"), f.ptr("%out")
-    most_wanted, share, nothing = (
-        f"<{', '.join([f'float {literal(value)}'] * AT_ONCE)}>" for value in (form.most, 1 / form.most, 0.0)
-    )
+
+    def spread(value: float) -> str:
+        return f"<{', '.join([f'float {literal(value)}'] * AT_ONCE)}>"
+
+    most_wanted, share, nothing = (spread(value) for value in (form.most, 1 / form.most, 0.0))
     floats, places = f"<{AT_ONCE} x float>", range(AT_ONCE)
 
     def one(vector: str, place: int, kind: str = "float") -> str:
@@ -275,28 +312,15 @@ def round_rows(target: Target, kind: BlockKind, then: Callable[[Function, str, s
     def smaller(a: str, b: str) -> str:
         return f.op(f"call i64 @llvm.smin.i64(i64 {a}, i64 {b})")
 
-    def body(i: str, begin: str | int, last: str) -> None:
-        # behind the last pair, or block of it, that again
-        pair = f.op(f"and i64 {f.op(f'sub i64 {last}, {begin}')}, -2")
-        second = smaller(f.add(i, 2), f.add(pair, begin))
-        blocks = [i, smaller(f.add(i, 1), last), second, smaller(f.add(second, 1), last)]
-        to, halves, tops = [f.at(out, f.mul(block, "%step")) for block in blocks], list[list[str]](), list[str]()
-        for block in blocks:
-            at = f.at(x, f.mul(block, 32 * target.item))
-            halves.append([act.load(f.at(at, 16 * target.item * h)) for h in range(2)])
-            tops.append(largest(f, halves[-1]))
-        if form.by_superblocks:
-            tops = [top for k in (0, 2) for top in [larger(f, I32, *tops[k : k + 2])] * 2]
-        most = f.op(f"bitcast <{AT_ONCE} x i32> {of_each(f, larger, tops)} to {floats}")
-        inverse = f.op(f"fdiv {floats} {most_wanted}, {most}")
-        none = f.op(f"fcmp oeq {floats} {most}, {nothing}")
-        factor = f.op(f"select <{AT_ONCE} x i1> {none}, {floats} {nothing}, {floats} {inverse}")
-        zero = f.op(f"fsub {floats} {most}, {most}")  # or no number
-        scale = f.op(f"fadd {floats} {f.op(f'fmul {floats} {most}, {share}')}, {zero}")
-        sums = list[list[str]]()  # of each block, by group
+    def halves_of(block: str) -> list[str]:
+        at = f.at(x, f.mul(block, 32 * target.item))
+        return [act.load(f.at(at, 16 * target.item * h)) for h in range(2)]
+
+    def stored(to: Sequence[str], halves: Sequence[Sequence[str]], factor: str, scale: str) -> None:
+        """Integers of each block, and behind them its numbers."""
+        sums = [quantised(f, form, halves[k], one(factor, k), to[k]) for k in places]  # by group
         for k in places:
             f.store("float", one(scale, k), f.at(to[k], form.numbers), 4)
-            sums.append(quantised(f, form, halves[k], one(factor, k), to[k]))
         for g in range(form.count):
             total = of_each(f, added, [each[g] for each in sums])
             times = f.op(f"fmul {floats} {scale}, {f.op(f'sitofp <{AT_ONCE} x i32> {total} to {floats}')}")
@@ -306,6 +330,46 @@ def round_rows(target: Target, kind: BlockKind, then: Callable[[Function, str, s
                     f.store("i32", form.offsets(f, sums[k][g], one(total, k, "i32")), place, 4)
                 else:
                     f.store("float", one(times, k), place, 4)
+
+    def limit_of_row() -> str:
+        """What a block's largest number is to be above for it to have second integers."""
+
+        def block(i: str, sum: list[str]) -> list[str]:
+            bits = f.op(f"call i32 @llvm.vector.reduce.smax.v16i32({I32} {largest(f, halves_of(i))})")
+            return [f.op(f"fadd float {sum[0]}, {f.op(f'bitcast i32 {bits} to float')}")]
+
+        (sum,) = f.loop(0, "%blocks", 1, [("float", literal(0.0))], block)
+        share = f.op(f"fdiv float {literal(FAR)}, {f.op('sitofp i64 %blocks to float')}")
+        return f.splat("float", f.op(f"fmul float {sum}, {share}"), AT_ONCE)
+
+    limit = limit_of_row() if form.second else ""
+
+    def body(i: str, begin: str | int, last: str) -> None:
+        # behind the last pair, or block of it, that again
+        pair = f.op(f"and i64 {f.op(f'sub i64 {last}, {begin}')}, -2")
+        second = smaller(f.add(i, 2), f.add(pair, begin))
+        blocks = [i, smaller(f.add(i, 1), last), second, smaller(f.add(second, 1), last)]
+        to, halves, tops = [f.at(out, f.mul(block, "%step")) for block in blocks], list[list[str]](), list[str]()
+        for block in blocks:
+            halves.append(halves_of(block))
+            tops.append(largest(f, halves[-1]))
+        if form.by_superblocks:
+            tops = [top for k in (0, 2) for top in [larger(f, I32, *tops[k : k + 2])] * 2]
+        most = f.op(f"bitcast <{AT_ONCE} x i32> {of_each(f, larger, tops)} to {floats}")
+        inverse = f.op(f"fdiv {floats} {most_wanted}, {most}")
+        none = f.op(f"fcmp oeq {floats} {most}, {nothing}")
+        factor = f.op(f"select <{AT_ONCE} x i1> {none}, {floats} {nothing}, {floats} {inverse}")
+        zero = f.op(f"fsub {floats} {most}, {most}")  # or no number
+        scale = f.op(f"fadd {floats} {f.op(f'fmul {floats} {most}, {share}')}, {zero}")
+        stored(to, halves, factor, scale)
+        if form.second:
+            far = f.op(f"fcmp ogt {floats} {most}, {limit}")
+            finer = (
+                f.op(f"select <{AT_ONCE} x i1> {far}, {floats} {v}, {floats} {nothing}")
+                for v in (spread(FINER), f.op(f"fmul {floats} {scale}, {spread(1 / FINER)}"))
+            )
+            left = [[remainder(f, v, one(factor, k)) for v in halves[k]] for k in places]
+            stored([f.at(at, form.second) for at in to], left, *finer)
 
     def several(begin: str | int, end: str) -> None:
         last = f.add(end, -1)

@@ -16,7 +16,7 @@ from planaria.kernels.blocks import BlockKind
 from planaria.kernels.cpu import layout
 from planaria.kernels.cpu.emit import F32, I32, Function, literal
 from planaria.kernels.cpu.micro import H32, finish
-from planaria.kernels.cpu.rounded import BLOCKS, InBytes, Superblock, half_of, joined, superblocks
+from planaria.kernels.cpu.rounded import BLOCKS, InBytes, Superblock, half_of, joined, multiplied, superblocks
 from planaria.kernels.cpu.target import Target
 from planaria.kernels.cpu.unpack import (
     AHEAD,
@@ -54,13 +54,6 @@ def pairs(f: Function, small: str) -> str:
     picked = ", ".join(f"i32 {i & ~1}" for i in range(32))
     wide = f.op(f"bitcast {I32} {small} to {H32}")
     return f.op(f"shufflevector {H32} {wide}, {H32} poison, <32 x i32> <{picked}>")
-
-
-def multiplied(f: Function, a: str, b: str) -> str:
-    """Sums i32 [16] of the products of pairs, of int16 [16][2]."""
-    sides = [[half_of(f, "i16", v, side, 32) for side in range(2)] for v in (a, b)]
-    call = "call <8 x i32> @llvm.x86.avx2.pmadd.wd"
-    return joined(f, "i32", [f.op(f"{call}(<16 x i16> {x}, <16 x i16> {y})") for x, y in zip(*sides, strict=True)], 8)
 
 
 def kept(f: Function, run: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from planaria.kernels.blocks import BLOCK, LEVELS, BlockKind
 from planaria.kernels.cpu.emit import F32, I32, Function
 from planaria.kernels.cpu.micro import H32, prefetch
-from planaria.kernels.cpu.rounded import B32, LEVELS_OFFSET, InPairs, half_of, host_has, joined
+from planaria.kernels.cpu.rounded import B32, LEVELS_OFFSET, InPairs, form_of, half_of, host_has, joined
 from planaria.kernels.cpu.target import Target
 
 AHEAD = 32768  # bytes that are asked for before they are read: as many as are on their way, and more
@@ -76,7 +76,7 @@ class Unpack:
     def steps(self, f: Function, block: str) -> Iterator[str]:
         """Codes as the kind's rows meet them (rounded.py), in order of K, without their offset; each is emitted when
         asked for, so that few values are alive at a time."""
-        if self.kind.by_bytes:
+        if form_of(self.target, self.kind).by_bytes:
             for step in range(8):
                 yield self._fields(f, block, step, I32, 8, (1 + (1 << 8)) * (1 + (1 << 16)))
             return
