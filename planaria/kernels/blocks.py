@@ -73,7 +73,7 @@ class BlockKind:
 
     @property
     def by_bytes(self) -> bool:
-        """Whether CPUs' kernels round its rows to 8 bits: those of superblocks."""
+        """Whether all CPUs' kernels round its rows to 8 bits: those of superblocks."""
         return self.small is not None and not self.levels
 
     def codes(self, blocks: Bytes) -> Bytes:

@@ -1,5 +1,6 @@
 """Rows as packed weights meet them: each block of 32 rounded by its own largest value (or that of two, see round_rows),
-to integers of 15 or 8 bits, and how those are multiplied by codes. Part of a packed kind's object (packed.py).
+to integers of 15 or 8 bits, or of 8 bits twice, and how those are multiplied by codes. Part of a packed kind's object
+(packed.py).
 
 A block of a row is its integers [32], then its numbers: a float32 scale, and for the block or each of its halves what
 is added to sums of codes for their offset (int32), or what minima are multiplied by (float32). Sums of products are
@@ -181,8 +182,9 @@ class InBytes(InPairs):
 
 
 class InPlanes(InBytes):
-    """int8, and a second block behind the first: what its rounding left, rounded likewise, where its largest number is
-    far from those of the row's other blocks; else zeros. On AVX2, of kinds that have no integer scales."""
+    """int8, and a second block behind the first: what rounding left, in FINER parts of one, where the block's largest
+    number is FAR times the mean of its row's; else zeros, with a scale of 0. Products take both, one after the other,
+    with the same codes. On AVX2, of kinds without superblocks whose codes have 4 or 5 bits."""
 
     def __init__(self, target: Target, kind: BlockKind) -> None:
         super().__init__(target, kind)
@@ -222,8 +224,7 @@ def multiplied(f: Function, a: str, b: str) -> str:
 
 
 AT_ONCE = 4  # blocks whose largest values and sums are found together
-FAR = 1.5  # times the mean of a row's blocks' largest numbers
-FINER = 254  # second integers for one of the first
+FAR, FINER = 1.5, 254  # see InPlanes
 BLOCKS = 8  # of a superblock
 Superblock = Callable[[str, str, str, list[str]], list[str]]  # number, first block, end, values carried -> those after
 
@@ -296,7 +297,7 @@ def of_each(f: Function, combined: Callable[[Function, str, str, str], str], vec
 def round_rows(target: Target, kind: BlockKind, then: Callable[[Function, str, str], None]) -> str:
     """A row of so many blocks, rounded, each `step` bytes after the last. What isn't finite makes its block's scale no
     number. place: of the row's first block in a superblock. Where products are of superblocks, two of their blocks have
-    one scale, and `then` comes after each, with its first block and the end."""
+    one scale, and `then` comes after each, with its first block and the end. See InPlanes."""
     f, form = Function("pl_round", ("x", "blocks", "out", "step", "place")), form_of(target, kind)
     act, x, out = Elements(f, target), f.ptr("%x"), f.ptr("%out")
 
