@@ -38,8 +38,8 @@ TEMP = STATE + 16 * 512  # one head in float32, twice
 BIG = TEMP + 4096  # what the operation wants; for packed weights and many rows:
 ROW_BLOCK = 128  # rows for which a block of packed codes is unpacked once
 ACC = BIG  # totals of up to ROW_BLOCK rows of 3 panels, and twofold.py's integers of one
-CODES = ACC + ROW_BLOCK * (3 * 64 + 128)  # one block of 3 panels, unpacked, and its factors
-FETCH = CODES + (1024 + 256) * 3  # what to ask for with each tile of each block
+CODES = ACC + ROW_BLOCK * (3 * 64 + 128)  # where registers don't hold them: a block, or two, unpacked, and factors
+FETCH = CODES + 2048  # what to ask for with each tile of each block
 
 ZERO_BYTES = 1024  # of the zeros that ZEROS points to
 WHOLE_ROWS = 64  # rows up to which a panel is taken over all rows at once

@@ -19,7 +19,17 @@ from planaria.kernels.cpu.micro import (
     dispatcher,
     finish,
 )
-from planaria.kernels.cpu.rounded import B32, INTRINSICS, InPairs, form_of, half_of, host_has, joined, round_rows
+from planaria.kernels.cpu.rounded import (
+    B32,
+    INTRINSICS,
+    InPairs,
+    added,
+    form_of,
+    half_of,
+    host_has,
+    joined,
+    round_rows,
+)
 from planaria.kernels.cpu.target import Target
 from planaria.kernels.cpu.unpack import (
     AHEAD,
@@ -27,6 +37,7 @@ from planaria.kernels.cpu.unpack import (
     WIDE_ARGS,
     Unpack,
     as_float,
+    ask,
     in_tiles,
     rows_at,
     splat_word,
@@ -64,8 +75,10 @@ def in_halves(target: Target, kind: BlockKind) -> bool:
 
 
 def few_rows(target: Target, kind: BlockKind) -> int:
-    """Rows up to which weights are unpacked in registers; for more a panel is unpacked to memory once. 9: a token and
-    eight drafts."""
+    """Rows up to which a kernel of their own has their sums in registers. 9: a token and eight drafts; with int16 on
+    AVX-512 as many are as fast in `in_registers`."""
+    if target.wide and not kind.by_bytes:
+        return 4
     return 9 if target.wide or in_halves(target, kind) else 2
 
 
@@ -154,103 +167,137 @@ def packed(target: Target, kind: BlockKind, rows: int) -> str:
     return f.text()
 
 
-def tile_rows(target: Target) -> int:
-    return target.tile_rows if target.wide else 6
-
-
+MOST = 6  # rows of a tile
 PART_ARGS = ("x", "codes", "acc")
-FACTOR_BYTES = 256  # of a panel: up to four vectors
 UNROLL = 2  # steps
 
 
-def part(target: Target, kind: BlockKind, rows: int, panels: int) -> str:
-    """acc[rows][16 * panels] += one block's products: `codes` [steps][panels] and behind them factors [panels] as
-    `wide` leaves them. The totals are in memory: the registers hold the sums of the block.
+def part(target: Target, kind: BlockKind, rows: int) -> str:
+    """acc[rows][16] += one block's products: `codes` [steps] and behind them factors as `wide` leaves them. The totals
+    are in memory: the registers hold the sums of the block.
 
     The order of additions is that of `packed`.
     """
-    f = Function(f"pl_part_{rows}_{panels}", PART_ARGS)
+    f = Function(f"pl_part_{rows}", PART_ARGS)
     unpack, form = Unpack(target, kind), form_of(target, kind)
     codes, acc, xs = f.ptr("%codes"), f.ptr("%acc"), rows_at(f, f.ptr("%x"), form, rows)
-    tile = [(r, v) for r in range(rows) for v in range(panels)]
-    unroll = 1 if form.second else UNROLL
+    places, unroll = [f.at(x, form.numbers) for x in xs], 1 if form.second else UNROLL
 
     def step(code_at: str, x_at: list[str], sums: list[str], u: int) -> list[str]:
-        ws = [f.load(form.codes, f.at(code_at, 64 * (u * panels + v)), 64) for v in range(panels)]
+        code = f.load(form.codes, f.at(code_at, 64 * u), 64)
         words = [splat_word(f, f.at(x, 4 * u)) for x in x_at]
-        found = (form.add(f, sum, ws[v], words[r]) for sum, (r, v) in zip(sums, tile, strict=True))
+        found = (form.add(f, sum, code, word) for sum, word in zip(sums, words, strict=True))
         return [superblocks.kept(f, one) for one in found] if form.second else list(found)
 
     def body(i: str, sums: list[str]) -> list[str]:
-        code_at, x_at = f.at(codes, f.mul(i, 16 * panels)), [f.at(x, i) for x in xs]
+        code_at, x_at = f.at(codes, f.mul(i, 16)), [f.at(x, i) for x in xs]
         for u in range(unroll):
             sums = step(code_at, x_at, sums, u)
         return sums
 
-    def factor(v: int, number: int) -> str:
-        return f.load(F32, f.at(codes, 64 * form.steps * panels + FACTOR_BYTES * v + 64 * number), 64)
+    def factor(number: int) -> str:
+        return f.load(F32, f.at(codes, 64 * (form.steps + number)), 64)
 
-    sums = [""] * len(tile)
+    sums = [""] * rows
     for number, runs in enumerate(form.groups):
-        places = [f.at(xs[r], form.numbers) for r, _ in tile]
         whole = [form.first(f, place, number) for place in places]
         for first, last in runs:
             run = [form.begin(f, w, place, number) for w, place in zip(whole, places, strict=True)]
             run = f.loop(4 * first, 4 * last, 4 * unroll, [(form.lanes, one) for one in run], body)
             whole = [form.whole(f, w, one) for w, one in zip(whole, run, strict=True)]
-        scales = [factor(v, number) for v in range(panels)]
-        sums = [add_group(f, s, w, scales[v]) for s, w, (_, v) in zip(sums, whole, tile, strict=True)]
-    minima = [[factor(v, i) for i in range(unpack.scales, unpack.count)] for v in range(panels)]
-    for i, (r, v) in enumerate(tile):
-        total = f.at(acc, 64 * i)
-        value = scaled(f, f.load(F32, total, 64), sums[i], f.at(xs[r], form.numbers), minima[v])
-        f.store(F32, value, total, 64)
+        scale = factor(number)
+        sums = [add_group(f, s, w, scale) for s, w in zip(sums, whole, strict=True)]
+    minima = [factor(i) for i in range(unpack.scales, unpack.count)]
+    for r, (sum, place) in enumerate(zip(sums, places, strict=True)):
+        total = f.at(acc, 64 * r)
+        f.store(F32, scaled(f, f.load(F32, total, 64), sum, place, minima), total, 64)
     return f.end()
 
 
-def wide(target: Target, kind: BlockKind, panels: int) -> str:
-    """acc[rows][16 * panels] = the products of `packed` for several panels, `stride` apart, and many rows: a block is
-    unpacked into `codes` (its steps, then FACTOR_BYTES for each panel) and used for all rows.
+def wide(target: Target, kind: BlockKind) -> str:
+    """acc[rows][16] = the products of `packed` for many rows: a block is unpacked into `codes` (its steps, then its
+    factors) and used for all rows. panels: 1; they are `stride` apart.
 
-    Asks for the panels after these; and, with each tile of each block, for the 512 bytes at the next address in the
+    Asks for the panel after this; and, with each tile of each block, for the 512 bytes at the next address in the
     list `fetch`, whose addresses are `each` bytes apart.
     """
-    f = Function(f"pl_wide_{panels}", WIDE_ARGS)
-    unpack, form, most = Unpack(target, kind), form_of(target, kind), tile_rows(target)
+    f = Function("pl_wide", WIDE_ARGS)
+    unpack, form = Unpack(target, kind), form_of(target, kind)
     w, codes = f.ptr("%w"), f.ptr("%codes")
-    f.do(f"call void @llvm.memset.p0.i64(ptr {f.ptr('%acc')}, i8 0, i64 {f.mul('%rows', 64 * panels)}, i1 false)")
-    ahead, block_bytes = f.mul("%stride", panels), f.mul("%rows", form.row_bytes)
+    f.do(f"call void @llvm.memset.p0.i64(ptr {f.ptr('%acc')}, i8 0, i64 {f.mul('%rows', 64)}, i1 false)")
+    block_bytes = f.mul("%rows", form.row_bytes)
 
     def body(i: str, carried: list[str]) -> list[str]:
-        places = [f.ptr(p) for p in unpack.places(f, "%scales", "%blocks", i)]
-
-        def unpack_panel(v: str) -> None:
-            panel, own, shared = (f.at(place, f.mul(v, "%stride")) for place in (w, *places))
-            unpack.prefetch(f, panel, i, ahead)
-            to = f.at(codes, f.shl(v, 6))
-            for step, code in enumerate(unpack.steps(f, f.at(panel, f.mul(i, unpack.block_bytes)))):
-                f.store(form.codes, code, f.at(to, 64 * step * panels), 64)
-            to = f.at(codes, f.add(f.mul(v, FACTOR_BYTES), 64 * form.steps * panels))
-            for k, factor in enumerate(unpack.factors(f, own, shared)):
-                f.store(F32, factor, f.at(to, 64 * k), 64)
-
-        f.each(panels, 1, unpack_panel)
+        own, shared = (f.ptr(p) for p in unpack.places(f, "%scales", "%blocks", i))
+        unpack.prefetch(f, w, i, "%stride")
+        for step, code in enumerate(unpack.steps(f, f.at(w, f.mul(i, unpack.block_bytes)))):
+            f.store(form.codes, code, f.at(codes, 64 * step), 64)
+        for k, factor in enumerate(unpack.factors(f, own, shared)):
+            f.store(F32, factor, f.at(codes, 64 * (form.steps + k)), 64)
         x = f.op(f"add i64 %x, {f.mul(i, block_bytes)}")
 
         def tile(rows: int, first: str) -> None:
-            row, to = f.add(x, f.mul(first, form.row_bytes)), f.add("%acc", f.mul(first, 64 * panels))
+            row, to = f.add(x, f.mul(first, form.row_bytes)), f.add("%acc", f.mul(first, 64))
 
             def call(row: str) -> None:
-                f.do(f"call void @pl_part_{rows}_{panels}(i64 {row}, i64 %codes, i64 {to})")
+                f.do(f"call void @pl_part_{rows}(i64 {row}, i64 %codes, i64 {to})")
 
             call(row)
             if form.second:
                 some = has_second(f, form, rows_at(f, f.ptr(row), form, rows))
                 f.when(some, lambda: call(f.add(row, form.second)))
 
-        return [in_tiles(f, most, tile, carried[0])]
+        return [in_tiles(f, MOST, tile, carried[0])]
 
     f.loop(0, "%blocks", 1, [("i64", "%fetch")], body)
+    return f.end()
+
+
+def in_registers(target: Target, kind: BlockKind) -> str:
+    """As `wide` on AVX-512, of any number of panels up to three: registers hold the codes of a block, and rows meet
+    them one after the other, each in four sums at a time, as an addition to one would wait for the last."""
+    f = Function("pl_wide", WIDE_ARGS)
+    unpack, form, line = Unpack(target, kind), form_of(target, kind), f.shl("%panels", 6)
+    f.do(f"call void @llvm.memset.p0.i64(ptr {f.ptr('%acc')}, i8 0, i64 {f.mul('%rows', line)}, i1 false)")
+    ahead, block_bytes, most = f.mul("%stride", "%panels"), f.mul("%rows", form.row_bytes), str(target.tile_rows)
+
+    def block(i: str, fetch: list[str]) -> list[str]:
+        places = ["%w", *unpack.places(f, "%scales", "%blocks", i)]
+
+        def of_panel(v: str, fetch: list[str]) -> list[str]:
+            w, own, shared = (f.at(f.ptr(p), f.mul(v, "%stride")) for p in places)
+            each = f.op(f"select i1 {f.op(f'icmp eq i64 {v}, 0')}, i64 %each, i64 0")
+            unpack.prefetch(f, w, i, ahead)
+            steps = unpack.steps(f, f.at(w, f.mul(i, unpack.block_bytes)))
+            codes = [f.opaque(form.codes, code) for code in steps]
+            scale, *minima = (f.opaque(F32, factor) for factor in unpack.factors(f, own, shared))
+
+            def row(_: str, at: list[str]) -> list[str]:
+                x, total = at
+                numbers = f.at(x, form.numbers)
+                sums = [form.first(f, numbers, 0), *["zeroinitializer"] * 3]
+                for step, code in enumerate(codes):
+                    sums[step % 4] = form.add(f, sums[step % 4], code, splat_word(f, f.at(x, 4 * step)))
+                whole = added(f, I32, added(f, I32, *sums[:2]), added(f, I32, *sums[2:]))
+                sum = add_group(f, "", whole, scale)
+                f.store(F32, scaled(f, f.load(F32, total, 64), sum, numbers, minima), total, 64)
+                return [f.at(x, form.row_bytes), f.at(total, line)]
+
+            def tile(first: str, inner: list[str]) -> list[str]:
+                ask(f, inner[0], each)
+                after = f.add(first, most)
+                whole = f.op(f"icmp sle i64 {after}, %rows")
+                after = f.op(f"select i1 {whole}, i64 {after}, i64 %rows")
+                following = f.add(inner[0], f.op(f"select i1 {whole}, i64 {each}, i64 0"))
+                return [following, *f.loop(first, after, 1, [("ptr", p) for p in inner[1:]], row)]
+
+            at = [f.at(f.ptr("%x"), f.mul(i, block_bytes)), f.at(f.ptr("%acc"), f.shl(v, 6))]
+            carried = [("i64", fetch[0]), *(("ptr", p) for p in at)]
+            return f.loop(0, "%rows", target.tile_rows, carried, tile)[:1]
+
+        return f.loop(0, "%panels", 1, [("i64", fetch[0])], of_panel)
+
+    f.loop(0, "%blocks", 1, [("i64", "%fetch")], block)
     return f.end()
 
 
@@ -291,7 +338,6 @@ def embed(target: Target, kind: BlockKind) -> str:
 
 def kind_module(target: Target, kind: BlockKind) -> str:
     """IR of a kind's kernels: those of ENTRIES, which its table has in this order, and pl_place."""
-    widths = sorted({1, target.tile_panels})
     form, inline = form_of(target, kind), range(1, few_rows(target, kind) + 1)
 
     def then(f: Function, begin: str, end: str) -> None:
@@ -307,10 +353,8 @@ def kind_module(target: Target, kind: BlockKind) -> str:
         rounding = round_rows(target, kind, then)
     else:
         few = {rows: packed(target, kind, rows) for rows in inline}
-        tiles = range(1, tile_rows(target) + 1)
-        parts = [part(target, kind, rows, panels) for panels in widths for rows in tiles]
-        each = {panels: wide(target, kind, panels) for panels in widths}
-        many = "\n".join([*each.values(), dispatcher("pl_wide", WIDE_ARGS, "panels", each)])
+        parts = [] if target.wide else [part(target, kind, rows) for rows in range(1, MOST + 1)]
+        many = (in_registers if target.wide else wide)(target, kind)
         rounding = round_rows(target, kind, then)
     return "\n".join([
         DECLARATIONS, INTRINSICS,
