@@ -405,6 +405,7 @@ class _Front:
         params = self._grammars.spelled(msgspec.structs.replace(params))  # the caller may go on to change its own
         if self.tokenizer is not None:
             params = thinking_first(params, reading, self.tokenizer)
+        params.verify(self.facts.vocab_size)
         number = next(self._numbers)
         request_id = f"r{number}"
         seed = self.options.seed

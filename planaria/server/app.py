@@ -145,7 +145,6 @@ async def _reader(request: Request) -> Response:
 
 
 def _routes(app: Starlette) -> None:
-    app.router.routes += [ApiRoute("/openapi.json", _document), ApiRoute("/docs", _reader)]
     stream = {
         "text/event-stream": {
             "schema": {
@@ -228,6 +227,7 @@ def _routes(app: Starlette) -> None:
     add("/health", health.health, schema.HealthReport, errors=(503,))
     add("/version", health.version, schema.Version, errors=())
     add("/metrics", health.metrics, None, errors=(), content={"text/plain": {"schema": {"type": "string"}}})
+    app.router.routes += [ApiRoute("/openapi.json", _document), ApiRoute("/docs", _reader)]
 
 
 def _vector_routes(add: Callable[..., None], errors: tuple[int, ...]) -> None:

@@ -188,12 +188,11 @@ def submissions(
     param: str = "prompt",
 ) -> list[Submit]:
     """One Submit for each of the request's `n` choices; their ids are `request_id` and "-" and the choice. The prompt's
-    log-probabilities come with the first.
+    log-probabilities come with the first. params: verified.
 
     `seed` stands in for `params.seed` where that is None (None too: one is drawn). `param` names the field an
     error about the prompt is said to be in. Raises RequestError.
     """
-    params.verify(facts.vocab_size)
     check_prompt(prompt, facts, param)
     if tokenizer is None and params.stop:
         raise _needs_tokenizer("stop")

@@ -683,7 +683,7 @@ def parse(model: type[M], body: bytes) -> M:
     if isinstance(options, dict):
         value["stream_options"] = {name: given for name, given in options.items() if given is not None}
     unknown = [name for name in value if name not in known]
-    neutral = {**NEUTRAL, **getattr(model, "neutral", {})}
+    neutral = {**NEUTRAL, **getattr(model, "neutral", {})} if unknown else {}
     for name in sorted(unknown, key=lambda name: _ORDER.get(name, len(_ORDER))):
         _take_out(value, name, list(known), neutral)
     try:
@@ -700,23 +700,25 @@ def _with_nan(body: bytes, error: Exception) -> Any:
         raise RequestError(f"the request's body is not valid JSON: {error}", code="invalid_json") from None
 
 
+_TEXTS = ("prompt", "input", "text_1", "text_2", "data_1", "data_2", "queries", "documents")
+_LONGEST = dict.fromkeys(_TEXTS, MAX_PROMPTS) | {
+    "logit_bias": MAX_LIST, "stop": MAX_LIST, "stop_token_ids": MAX_LIST, "bad_words": MAX_BAD_WORDS,
+    "allowed_token_ids": MAX_ALLOWED, "guided_choice": MAX_CHOICES,
+}  # fmt: skip
+
+
 def _check_sizes(value: JsonObject) -> None:
     """Refuse by its length what would take long to look at more closely: the event loop is everyone's."""
     if len(value) > MAX_FIELDS:
         raise RequestError(f"{len(value)} fields; at most {MAX_FIELDS}", code="invalid_value")
 
-    def many(name: str) -> int | None:
-        given = value.get(name)
-        return MAX_PROMPTS if type(given) is list and given and type(given[0]) is not int else None
-
-    texts = ("text_1", "text_2", "data_1", "data_2", "queries", "documents")
-    for name, limit in (("prompt", many("prompt")), ("input", many("input")), ("logit_bias", MAX_LIST),
-                        *((name, MAX_PROMPTS) for name in texts),
-                        ("stop", MAX_LIST), ("stop_token_ids", MAX_LIST), ("bad_words", MAX_BAD_WORDS),
-        ("allowed_token_ids", MAX_ALLOWED), ("guided_choice", MAX_CHOICES)):  # fmt: skip
-        given = value.get(name)
-        if limit is not None and isinstance(given, (list, dict)) and len(given) > limit:
-            raise RequestError(f"{name} has {len(given)} entries; at most {limit}", param=name, code="invalid_value")
+    for name, given in value.items():
+        limit = _LONGEST.get(name)
+        if limit is None or not isinstance(given, (list, dict)) or len(given) <= limit:
+            continue
+        if name in ("prompt", "input") and (isinstance(given, dict) or type(given[0]) is int):
+            continue  # one, as token ids, is bound by the model's length
+        raise RequestError(f"{name} has {len(given)} entries; at most {limit}", param=name, code="invalid_value")
 
 
 def _take_out(value: JsonObject, name: str, known: list[str], neutral: dict[str, tuple[Any, ...]]) -> None:
