@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-from planaria.kernels.blocks import BLOCK, BlockKind
+from planaria.kernels.blocks import BLOCK, KINDS, BlockKind
 from planaria.kernels.cpu.emit import F32, I32, Function, literal
 from planaria.kernels.cpu.micro import H32, Elements
 from planaria.kernels.cpu.target import Target
@@ -184,7 +184,7 @@ class InBytes(InPairs):
 class InPlanes(InBytes):
     """int8, and a second block behind the first: what rounding left, in FINER parts of one, where the block's largest
     number is FAR times the mean of its row's; else zeros, with a scale of 0. Products take both, one after the other,
-    with the same codes. On AVX2, of kinds without superblocks whose codes have 4 or 5 bits."""
+    with the same codes. On AVX2, of kinds without superblocks whose codes have 4 or 5 bits, but not of Q4_1."""
 
     def __init__(self, target: Target, kind: BlockKind) -> None:
         super().__init__(target, kind)
@@ -198,7 +198,9 @@ class InPlanes(InBytes):
 def form_of(target: Target, kind: BlockKind) -> InPairs:
     if kind.by_bytes:
         return InBytes(target, kind)
-    in_planes = not target.wide and host_has("avx2") and not kind.levels and kind.bits < 8
+    # Q4_1 is quick enough, and what people run first: it stays as near to the unpacked product as 15 bits are
+    few_bits = not kind.levels and kind.bits < 8 and kind is not KINDS["q4_1"]
+    in_planes = not target.wide and host_has("avx2") and few_bits
     return (InPlanes if in_planes else InPairs)(target, kind)
 
 
