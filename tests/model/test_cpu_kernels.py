@@ -22,7 +22,7 @@ from planaria.kernels.blocks import KINDS
 from planaria.kernels.cpu import build
 from planaria.kernels.cpu.build import host_isa, target_for
 from planaria.kernels.cpu.compiler import Module
-from planaria.kernels.cpu.rounded import host_has
+from planaria.kernels.cpu.rounded import has_vnni, host_has
 from planaria.kernels.ops import Batch, Quantized
 from tests.model.tensors import CpuOps, dequantise, random_blocks
 
@@ -111,8 +111,9 @@ class Rows:
 def met(x: Tensor, kind: str, isa: str, skip: int = 0) -> Tensor:
     """Rows as weights of a kind meet them: each block of 32 rounded to 8 bits, or to 15, by its own largest value; on
     AVX2 two blocks of a superblock by that of both, on AVX-512 by as many 127ths of the superblock's largest as hold
-    the block's. Kinds of 4 and 5 bits that have no superblocks, but Q4_1, meet 8 bits on AVX2, and 8 more of blocks
-    whose largest value is 1.5 times the mean of all. skip: how much of the first superblock isn't there."""
+    the block's. Kinds of 4 and 5 bits that have no superblocks, but Q4_1, meet 8 bits on AVX2, IQ4 on AVX-512 with
+    VNNI, and 8 more of blocks whose largest value is 1.5 times the mean of all. skip: how much of the first superblock
+    isn't there."""
     twice = rounded_twice(kind, isa)
     most = torch.tensor(127.0 if KINDS[kind].by_bytes or twice else 16383.0)  # a number / a tensor is rounded twice
     blocks = x.reshape(len(x), -1, 32)
@@ -134,7 +135,9 @@ def met(x: Tensor, kind: str, isa: str, skip: int = 0) -> Tensor:
 
 
 def rounded_twice(kind: str, isa: str) -> bool:
-    return isa == "generic" and host_has("avx2") and kind in ("q4_0", "q5_0", "q5_1")
+    if isa == "generic":
+        return host_has("avx2") and kind in ("q4_0", "q5_0", "q5_1")
+    return has_vnni(target_for("float32", isa)) and kind in ("iq4_nl", "iq4_xs")
 
 
 def exactness(kind: str, isa: str) -> float:
@@ -246,7 +249,9 @@ def test_packed_weights(ops: CpuOps, kind: str, skip: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ops", "kind"), [each for each in EACH_KIND if each.values[1] in ("q5_0", "q4_k", "q6_k")], indirect=["ops"]
+    ("ops", "kind"),
+    [each for each in EACH_KIND if each.values[1] in ("q5_0", "iq4_nl", "q4_k", "q6_k")],
+    indirect=["ops"],
 )
 def test_packed_weights_hide_nothing_of_a_row_that_is_not_finite(ops: CpuOps, kind: str) -> None:
     x = rand(3, 64)

@@ -143,7 +143,8 @@ def test_experts_stay_packed(kind: str, down: str, tmp_path: Path) -> None:
         found.append(Driver(model, ops, block_size=16).whole(0, tokens).log_softmax(-1))
         ops.close()
     divergence = torch.sum(found[0].exp() * (found[0] - found[1]), -1)
-    assert float(divergence.median()) < (5e-3 if kind == "q4_k" else 1e-5)  # rows in 8 bits, or in 15
+    limit = {"q4_k": 5e-3, "iq4_nl": 5e-4}.get(kind, 1e-5)  # rows in 8 bits, in 8 and more, or in 15
+    assert float(divergence.median()) < limit
 
 
 @pytest.mark.parametrize("rows", [range(384), range(50, 130), range(96, 192)])

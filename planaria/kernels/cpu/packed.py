@@ -77,7 +77,7 @@ def in_halves(target: Target, kind: BlockKind) -> bool:
 def few_rows(target: Target, kind: BlockKind) -> int:
     """Rows up to which a kernel of their own has their sums in registers. 9: a token and eight drafts; with int16 on
     AVX-512 as many are as fast in `in_registers`."""
-    if target.wide and not kind.by_bytes:
+    if target.wide and not form_of(target, kind).by_bytes:
         return 4
     return 9 if target.wide or in_halves(target, kind) else 2
 
@@ -255,7 +255,8 @@ def wide(target: Target, kind: BlockKind) -> str:
 
 def in_registers(target: Target, kind: BlockKind) -> str:
     """As `wide` on AVX-512, of any number of panels up to three: registers hold the codes of a block, and rows meet
-    them one after the other, each in four sums at a time, as an addition to one would wait for the last."""
+    them one after the other, each in several sums of four steps, as an addition to one would wait for the last. Rows
+    meet them again with their second integers where one of a tile has such."""
     f = Function("pl_wide", WIDE_ARGS)
     unpack, form, line = Unpack(target, kind), form_of(target, kind), f.shl("%panels", 6)
     f.do(f"call void @llvm.memset.p0.i64(ptr {f.ptr('%acc')}, i8 0, i64 {f.mul('%rows', line)}, i1 false)")
@@ -273,15 +274,18 @@ def in_registers(target: Target, kind: BlockKind) -> str:
             scale, *minima = (f.opaque(F32, factor) for factor in unpack.factors(f, own, shared))
 
             def row(_: str, at: list[str]) -> list[str]:
-                x, total = at
+                x, total, *some = at
                 numbers = f.at(x, form.numbers)
-                sums = [form.first(f, numbers, 0), *["zeroinitializer"] * 3]
+                sums = [form.first(f, numbers, 0), *["zeroinitializer"] * (form.steps // 4 - 1)]
                 for step, code in enumerate(codes):
-                    sums[step % 4] = form.add(f, sums[step % 4], code, splat_word(f, f.at(x, 4 * step)))
-                whole = added(f, I32, added(f, I32, *sums[:2]), added(f, I32, *sums[2:]))
-                sum = add_group(f, "", whole, scale)
+                    i = step % len(sums)
+                    sums[i] = form.add(f, sums[i], code, splat_word(f, f.at(x, 4 * step)))
+                while len(sums) > 1:
+                    sums = [added(f, I32, *sums[i : i + 2]) for i in range(0, len(sums), 2)]
+                sum = add_group(f, "", sums[0], scale)
                 f.store(F32, scaled(f, f.load(F32, total, 64), sum, numbers, minima), total, 64)
-                return [f.at(x, form.row_bytes), f.at(total, line)]
+                some = [f.op(f"or i1 {before}, {has_second(f, form, [x])}") for before in some]
+                return [f.at(x, form.row_bytes), f.at(total, line), *some]
 
             def tile(first: str, inner: list[str]) -> list[str]:
                 ask(f, inner[0], each)
@@ -289,7 +293,16 @@ def in_registers(target: Target, kind: BlockKind) -> str:
                 whole = f.op(f"icmp sle i64 {after}, %rows")
                 after = f.op(f"select i1 {whole}, i64 {after}, i64 %rows")
                 following = f.add(inner[0], f.op(f"select i1 {whole}, i64 {each}, i64 0"))
-                return [following, *f.loop(first, after, 1, [("ptr", p) for p in inner[1:]], row)]
+                x, total = inner[1:]
+                some = [("i1", "false")] if form.second else []
+                found = f.loop(first, after, 1, [("ptr", x), ("ptr", total), *some], row)
+
+                def again() -> None:
+                    f.loop(first, after, 1, [("ptr", f.at(x, form.second)), ("ptr", total)], row)
+
+                for condition in found[2:]:
+                    f.when(condition, again)
+                return [following, *found[:2]]
 
             at = [f.at(f.ptr("%x"), f.mul(i, block_bytes)), f.at(f.ptr("%acc"), f.shl(v, 6))]
             carried = [("i64", fetch[0]), *(("ptr", p) for p in at)]

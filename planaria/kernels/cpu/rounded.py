@@ -27,6 +27,7 @@ INTRINSICS = f"""
 declare {I32} @llvm.x86.avx512.vpdpbusd.512({I32}, {I32}, {I32})
 declare {I32} @llvm.x86.avx512.vpdpwssd.512({I32}, {I32}, {I32})
 declare {H32} @llvm.x86.avx512.pmaddubs.w.512({B64}, {B64})
+declare {B64} @llvm.x86.avx512.pshuf.b.512({B64}, {B64})
 declare <16 x i16> @llvm.x86.avx2.pmadd.ub.sw({B32}, {B32})
 declare <8 x i32> @llvm.x86.avx2.pmadd.wd(<16 x i16>, <16 x i16>)
 declare {I32} @llvm.smax.v16i32({I32}, {I32})
@@ -45,6 +46,13 @@ declare i64 @llvm.smax.i64(i64, i64)
 @functools.cache
 def host_has(feature: str) -> bool:
     return bool(initialise().get_host_cpu_features().get(feature))
+
+
+def has_vnni(target: Target) -> bool:
+    """Whether bytes are multiplied and added up by one instruction. CPUs of avx512_bf16 have it; "avx512" may be chosen
+    on them, without."""
+    bfloat = target.isa == "avx512_bf16"
+    return bfloat or (target.wide and host_has("avx512vnni") and not host_has("avx512bf16"))
 
 
 class InPairs:
@@ -117,9 +125,7 @@ class InBytes(InPairs):
 
     def __init__(self, target: Target, kind: BlockKind) -> None:
         super().__init__(target, kind)
-        bfloat = target.isa == "avx512_bf16"  # these CPUs have it; "avx512" may be chosen on them, without
-        vnni = bfloat or (target.wide and host_has("avx512vnni") and not host_has("avx512bf16"))
-        self.direct = vnni or not host_has("avx2")
+        self.direct = has_vnni(target) or not host_has("avx2")
         most = self.most * max(kind.offset, (1 << kind.bits) - 1 - kind.offset)  # of a product
         if target.wide:
             scale = 128 if kind.offset else 63
@@ -184,7 +190,7 @@ class InBytes(InPairs):
 class InPlanes(InBytes):
     """int8, and a second block behind the first: what rounding left, in FINER parts of one, where the block's largest
     number is FAR times the mean of its row's; else zeros, with a scale of 0. Products take both, one after the other,
-    with the same codes. On AVX2, of kinds without superblocks whose codes have 4 or 5 bits, but not of Q4_1."""
+    with the same codes."""
 
     def __init__(self, target: Target, kind: BlockKind) -> None:
         super().__init__(target, kind)
@@ -198,10 +204,19 @@ class InPlanes(InBytes):
 def form_of(target: Target, kind: BlockKind) -> InPairs:
     if kind.by_bytes:
         return InBytes(target, kind)
+    return (InPlanes if in_planes(target, kind) else InPairs)(target, kind)
+
+
+def in_planes(target: Target, kind: BlockKind) -> bool:
+    """Whether rows have second integers: on AVX2 those of codes of 4 and 5 bits, whose products are summed in 16 bits,
+    on AVX-512 those of levels, of which half as many instructions look up bytes, and half as many multiply them."""
+    if kind.by_bytes:
+        return False
+    if target.wide:
+        return kind.levels and has_vnni(target)
     # Q4_1 is quick enough, and what people run first: it stays as near to the unpacked product as 15 bits are
     few_bits = not kind.levels and kind.bits < 8 and kind is not KINDS["q4_1"]
-    in_planes = not target.wide and host_has("avx2") and few_bits
-    return (InPlanes if in_planes else InPairs)(target, kind)
+    return host_has("avx2") and few_bits
 
 
 def half_of(f: Function, item: str, vector: str, half: int, lanes: int) -> str:

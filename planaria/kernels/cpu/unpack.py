@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from planaria.kernels.blocks import BLOCK, LEVELS, BlockKind
 from planaria.kernels.cpu.emit import F32, I32, Function
 from planaria.kernels.cpu.micro import H32, prefetch
-from planaria.kernels.cpu.rounded import B32, LEVELS_OFFSET, InPairs, form_of, half_of, host_has, joined
+from planaria.kernels.cpu.rounded import B32, B64, LEVELS_OFFSET, InPairs, form_of, half_of, host_has, joined
 from planaria.kernels.cpu.target import Target
 
 AHEAD = 32768  # bytes that are asked for before they are read: as many as are on their way, and more
@@ -78,7 +78,8 @@ class Unpack:
         asked for, so that few values are alive at a time."""
         if form_of(self.target, self.kind).by_bytes:
             for step in range(8):
-                yield self._fields(f, block, step, I32, 8, (1 + (1 << 8)) * (1 + (1 << 16)))
+                code = self._fields(f, block, step, I32, 8, (1 + (1 << 8)) * (1 + (1 << 16)))
+                yield self._four_levels(f, code) if self.kind.levels else code
             return
         if self.kind.bits == 8:
             for step in range(16):
@@ -108,6 +109,13 @@ class Unpack:
     def _level(self, f: Function, codes: str) -> str:
         table = ", ".join(f"i16 {v + LEVELS_OFFSET}" for v in LEVELS * 2)
         return f.op(f"call {H32} @llvm.x86.avx512.permvar.hi.512({H32} <{table}>, {H32} {codes})")
+
+    def _four_levels(self, f: Function, codes: str) -> str:
+        """Bytes, unsigned."""
+        table = ", ".join(f"i8 {((v + LEVELS_OFFSET) ^ 128) - 128}" for v in LEVELS * 4)
+        index = f.op(f"bitcast {I32} {codes} to {B64}")
+        found = f.op(f"call {B64} @llvm.x86.avx512.pshuf.b.512({B64} <{table}>, {B64} {index})")
+        return f.op(f"bitcast {B64} {found} to {I32}")
 
     def _levels(self, f: Function, words: str) -> list[str]:
         """Of four steps: two codes of 16 bits are looked up at once, by bytes, in each half of 256 bits."""
