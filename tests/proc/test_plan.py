@@ -52,9 +52,15 @@ class Ran:
         return json.loads(self.out)
 
 
+def plan(*args: str) -> Ran:
+    """`planaria plan ARGS`."""
+    ran = planaria("plan", *args)
+    return Ran(ran.returncode, ran.stdout, ran.stderr)
+
+
 @pytest.fixture
-def plan(capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs `planaria plan ARGS` in this process."""
+def plan_here(capsys: pytest.CaptureFixture[str]) -> Any:
+    """The same in this process, where things may be other than they are."""
 
     def run(*args: str) -> Ran:
         code = main(["plan", *args])
@@ -66,7 +72,7 @@ def plan(capsys: pytest.CaptureFixture[str]) -> Any:
 STRICT = ("-tp", "8", "-dp", "4", "--ray-dp-pack-strategy", "strict", "--cluster")
 
 
-def test_the_table(plan: Any, tmp_path: Path) -> None:
+def test_the_table(tmp_path: Path) -> None:
     path = file_of(tmp_path, nodes(8, 8, 8, 8, 8, kind="H100", memory="80GiB"))
     ran = plan(*STRICT, path)
     assert (ran.code, ran.err) == (0, "")
@@ -90,7 +96,7 @@ def test_the_table(plan: Any, tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_what_does_not_fit(plan: Any, tmp_path: Path) -> None:
+def test_what_does_not_fit(tmp_path: Path) -> None:
     path = file_of(tmp_path, nodes(8, 8, 4, 8))
     ran = plan(*STRICT, path)
     assert ran.code == 2 and len(ran.err.splitlines()) == 1
@@ -121,13 +127,13 @@ def test_what_does_not_fit(plan: Any, tmp_path: Path) -> None:
         (("-tp", "16", "-dp", "1", "--ray-dp-pack-strategy", "span"), "needs nodes with equally many devices", None),
     ],
 )  # fmt: skip
-def test_reasons(plan: Any, tmp_path: Path, args: tuple[str, ...], reason: str, fits: str | None) -> None:
+def test_reasons(tmp_path: Path, args: tuple[str, ...], reason: str, fits: str | None) -> None:
     ran = plan(*args, "--cluster", file_of(tmp_path, nodes(8, 8, 4, 8)))
     assert ran.code == 2 and reason in ran.err
     assert ran.out.splitlines()[:1] == ([] if fits is None else [f"would fit: {fits}"])
 
 
-def test_one_engine_goes_where_serve_would_put_it(plan: Any, tmp_path: Path) -> None:
+def test_one_engine_goes_where_serve_would_put_it(tmp_path: Path) -> None:
     """Over several nodes, where it must; a strategy forbids that."""
     path = file_of(tmp_path, nodes(4, 4))
     ran = plan("-tp", "8", "--cluster", path)
@@ -135,7 +141,7 @@ def test_one_engine_goes_where_serve_would_put_it(plan: Any, tmp_path: Path) -> 
     assert plan("-tp", "8", "--ray-dp-pack-strategy", "strict", "--cluster", path).code == 2
 
 
-def test_lanes_of_one_engine_go_where_its_ranks_do(plan: Any, tmp_path: Path) -> None:
+def test_lanes_of_one_engine_go_where_its_ranks_do(tmp_path: Path) -> None:
     """No strategy is about them, and they need not be alike on every node."""
     path = file_of(tmp_path, nodes(4, 2))
     told = plan("-dp", "3", "-tp", "2", "--enable-expert-parallel", "--cluster", path, "--json")
@@ -143,7 +149,7 @@ def test_lanes_of_one_engine_go_where_its_ranks_do(plan: Any, tmp_path: Path) ->
     assert [(row["dp"], row["node"]) for row in told.json["ranks"][::2]] == [(0, "node0"), (1, "node0"), (2, "node1")]
 
 
-def test_lanes_that_ray_has_a_group_for_each_of_are_packed_as_engines(plan: Any, tmp_path: Path) -> None:
+def test_lanes_that_ray_has_a_group_for_each_of_are_packed_as_engines(tmp_path: Path) -> None:
     """In each group a device for each rank, and a core in which the engine may sit."""
     path = file_of(tmp_path, nodes(4, 4))
     args = ["-dp", "2", "-tp", "2", "--enable-expert-parallel", "--data-parallel-backend", "ray", "--cluster", path]
@@ -155,7 +161,7 @@ def test_lanes_that_ray_has_a_group_for_each_of_are_packed_as_engines(plan: Any,
     assert refused.code == 2 and "would fit" in refused.out
 
 
-def test_options_are_checked_as_for_serve(plan: Any, tmp_path: Path) -> None:
+def test_options_are_checked_as_for_serve(tmp_path: Path) -> None:
     path = file_of(tmp_path, nodes(8))
     for args, rule in (
         (("--ray-dp-pack-strategy", "loose"), "loose: is unknown; choose one of strict, fill, span"),
@@ -194,7 +200,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("case", BAD, ids=[case[0] for case in BAD])
-def test_bad_files(plan: Any, tmp_path: Path, case: tuple[str, Any, str]) -> None:
+def test_bad_files(tmp_path: Path, case: tuple[str, Any, str]) -> None:
     _, content, says = case
     path = str(tmp_path / "none.json") if content is None else file_of(tmp_path, content)
     ran = plan("--ray-dp-pack-strategy", "strict", "--cluster", path)
@@ -213,7 +219,7 @@ def test_the_head_of_a_file() -> None:
         cluster_from(b"\xff", "f")
 
 
-def test_this_machine(plan: Any) -> None:
+def test_this_machine() -> None:
     ran = plan("-tp", "2", "-dp", "2")
     assert ran.code == 0 and ran.out.startswith("this machine: tp=2 dp=2: 4 ranks on 1 node\n")
     assert [line.split()[:6] for line in ran.out.splitlines()[2:6]] == [
@@ -226,7 +232,7 @@ def test_this_machine(plan: Any) -> None:
 
 
 @needs_smollm2
-def test_a_models_rules(plan: Any) -> None:
+def test_a_models_rules() -> None:
     ran = plan("smollm2", "-tp", "12")
     assert ran.code == 2 and "has only 9 query heads; use at most 9" in ran.err
     assert plan("smollm2", "-pp", "2", "--pp-layer-partition", "10,20").code == 0
@@ -241,12 +247,12 @@ def test_a_models_rules(plan: Any) -> None:
     (("-tp", "3", "--speculative-config", '{"model": "smollm2", "draft_tensor_parallel_size": 2}'), "must be 1, or"),
     (("--kv-transfer-config", '{"kv_connector": "tpc"}'), "kv_connector tpc: is unknown"),
 ])  # fmt: skip
-def test_what_serve_refuses_is_refused(plan: Any, args: tuple[str, ...], rule: str) -> None:
+def test_what_serve_refuses_is_refused(args: tuple[str, ...], rule: str) -> None:
     ran = plan("smollm2", *args)
     assert (ran.code, ran.out) == (2, "") and rule in ran.err
 
 
-def test_a_model_that_drafts_is_counted_where_it_is(plan: Any) -> None:
+def test_a_model_that_drafts_is_counted_where_it_is() -> None:
     """Whole on one rank, or dealt to the tensor ranks of the last stage; KV that was asked for is for both."""
 
     def needs(*args: str) -> dict[tuple[int, int], dict[str, int]]:
@@ -268,7 +274,7 @@ def test_a_model_that_drafts_is_counted_where_it_is(plan: Any) -> None:
     assert "smollm2, which drafts, is counted" in plan("smollm2", "--speculative-config", '{"model": "smollm2"}').out
 
 
-def test_what_is_not_counted_is_said_by_name(plan: Any) -> None:
+def test_what_is_not_counted_is_said_by_name() -> None:
     ran = plan("smollm2", "--kv-transfer-config", '{"kv_connector": "tcp", "kv_role": "kv_producer"}')
     assert ran.code == 0 and "not counted: up to 954 MiB of each rank" in ran.out
     head = plan(
@@ -296,7 +302,7 @@ def experts(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def test_a_models_experts(plan: Any, experts: str) -> None:
+def test_a_models_experts(experts: str) -> None:
     """Refused and warned of as by `serve`."""
     for args, rule in (
         (("-tp", "4", "-dp", "4", "--enable-expert-parallel"), "8 experts can't be on 16 ranks"),
@@ -321,7 +327,7 @@ def test_as_a_command() -> None:
 
 
 @needs_smollm2
-def test_serve_prints_the_same_table(plan: Any) -> None:
+def test_serve_prints_the_same_table() -> None:
     args = ("-tp", "2", "-dp", "2")
     table = plan(*args).out.splitlines()[:6]
     with Server("smollm2", "--null-worker", *args) as server:
@@ -383,7 +389,7 @@ LLAMA = {
 }  # fmt: skip
 
 
-def test_weights_keys_and_values_and_activations_are_part_of_what_fits(plan: Any, tmp_path: Path) -> None:
+def test_weights_keys_and_values_and_activations_are_part_of_what_fits(tmp_path: Path) -> None:
     """From config.json alone: 8.03 billion weights in two bytes, 8,192 positions of 32 layers' 8 KV heads."""
     model = tmp_path / "model"
     model.mkdir()
@@ -408,13 +414,15 @@ def test_weights_keys_and_values_and_activations_are_part_of_what_fits(plan: Any
 
 
 def test_a_node_without_accelerators_has_its_memory_for_all_ranks(
-    plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plan_here: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     monkeypatch.setattr("planaria.node.available_memory", lambda: 20 << 30)
-    assert plan(str(tmp_path), "--device", "cpu", "-dp", "1").code == 0
-    two = plan(str(tmp_path), "--device", "cpu", "-dp", "2")
+    assert plan_here(str(tmp_path), "--device", "cpu", "-dp", "1").code == 0
+    two = plan_here(str(tmp_path), "--device", "cpu", "-dp", "2")
     assert two.code == 0 and "2 engines share weights" in two.out
-    assert plan(str(tmp_path), "--device", "cpu", "-dp", "2", "--kernels", "torch").code == 0
-    refused = plan(str(tmp_path), "--device", "cpu", "-dp", "2", "--model-impl", "transformers")  # each has its own
+    assert plan_here(str(tmp_path), "--device", "cpu", "-dp", "2", "--kernels", "torch").code == 0
+    refused = plan_here(
+        str(tmp_path), "--device", "cpu", "-dp", "2", "--model-impl", "transformers"
+    )  # each has its own
     assert refused.code == 2 and "has 10,240 MiB" in refused.err
