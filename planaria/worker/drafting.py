@@ -172,8 +172,8 @@ class SuffixLookup(_Rows):
 
     def _drafts(self, history: _History, most: int) -> Sequence[int]:
         ids, others = history.ids, len(self._others) > 0
-        if not others and not history.repeats(1):
-            return []
+        if not others and not history.repeats(2 if most == 1 else 1):
+            return []  # one draft after one token that was there before is seldom right, and most tokens were
         depth = self.config.suffix_decoding_max_tree_depth
         found = [(ids, *matches(ids[:-1], ids, depth))]
         if others:
