@@ -18,7 +18,8 @@ FIRST_GUESS = 0.15  # of a step of one token: what another costs, before it was 
 MEMORY = 0.9  # of an average: the weight of what was before
 CHANCE = 0.6  # that a draft is right, of a row of which nothing is known
 STEADY = 4.0  # drafts that this counts as
-LOOK_AGAIN = 32  # steps without drafts, after which a row gets one
+LOOK_AGAIN = 32  # steps without drafts, after which a row gets one; twice as many after each that was wrong
+LONGEST = 8 * LOOK_AGAIN  # and never more
 LEAST = 0.05  # chance of a draft that is thought of
 GAIN = 1.15  # in tokens a second, that drafts must be expected to bring
 MOST_TOKENS = 1 << 10
@@ -82,14 +83,17 @@ class DraftSizes:
         self.times = StepTimes()
         self._right: dict[int, tuple[float, float]] = {}  # row -> drafts that were right, that counted, lately
         self._idle: dict[int, int] = {}  # row -> steps without drafts
+        self._patience: dict[int, int] = {}  # row -> after how many of them it gets one
 
     def enter(self, row: int) -> None:
         self._right[row] = CHANCE * STEADY, STEADY
         self._idle[row] = 0
+        self._patience[row] = LOOK_AGAIN
 
     def leave(self, row: int) -> None:
         self._right.pop(row, None)
         self._idle.pop(row, None)
+        self._patience.pop(row, None)
 
     def checked(self, row: int, drafted: int, right: int) -> None:
         """Of so many drafts so many were right; those after the first wrong one tell nothing. Also of one that was only
@@ -101,6 +105,7 @@ class DraftSizes:
         keep = MEMORY**tried
         self._right[row] = good * keep + right, counted * keep + tried
         self._idle[row] = 0
+        self._patience[row] = LOOK_AGAIN if right else min(2 * self._patience[row], LONGEST)
 
     def chance(self, row: int) -> float:
         good, counted = self._right[row]
@@ -120,7 +125,7 @@ class DraftSizes:
         for row in rows:
             if row not in sizes:
                 self._idle[row] += 1
-                if self._idle[row] % LOOK_AGAIN == 0 and sum(sizes.values()) < room:
+                if self._idle[row] % self._patience[row] == 0 and sum(sizes.values()) < room:
                     sizes[row] = 1
         return sizes
 

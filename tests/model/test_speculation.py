@@ -19,6 +19,7 @@ from planaria.config.options import SchedulerConfig
 from planaria.errors import ConfigError, ModelError, UserError
 from planaria.kernels.ops import Batch
 from planaria.protocol import Fresh, Row
+from planaria.worker import draft_sizes
 from planaria.worker.draft_model import DraftHead
 from planaria.worker.runner import Runner
 from planaria.worker.sampler import Follower
@@ -231,6 +232,9 @@ def test_what_a_head_guesses(told: tuple[str, list[Any]], tmp_path: Path) -> Non
     said = {"method": "eagle", "model": str(head), "num_speculative_tokens": 3}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DraftHead, "_drafts", heard)
+        patch.setattr(
+            draft_sizes, "LONGEST", draft_sizes.LOOK_AGAIN
+        )  # it is asked again and again, though always wrong
         with LLM(folder, kv_cache_memory="8MiB", speculative_config=said, worker_cls=EAGER, **OPTIONS) as llm:
             params = [SamplingParams(temperature=1, seed=i, max_tokens=90, ignore_eos=True) for i in range(2)]
             llm.generate([PROMPTS[0], PROMPTS[2]], params, use_tqdm=False)
