@@ -174,5 +174,10 @@ def test_the_engine_killed_at_every_token_of_fifty_answers(talker: Path) -> None
         hold(expected, small)
         longest = max(tokens)
         for at in range(1, EVERY + 1):
-            assert answers(at) == expected, f"killed at tokens {at}, {at + EVERY}, ..."
-        assert kills >= longest
+            wanted = len(range(at, longest + 1, EVERY))
+            for _ in range(5):  # the last tokens may come while the next one starts: then once more
+                before = kills
+                assert answers(at) == expected, f"killed at tokens {at}, {at + EVERY}, ..."
+                if kills - before >= wanted:
+                    break
+            assert kills - before >= wanted
