@@ -111,9 +111,9 @@ class Rows:
 def met(x: Tensor, kind: str, isa: str, skip: int = 0) -> Tensor:
     """Rows as weights of a kind meet them: each block of 32 rounded to 8 bits, or to 15, by its own largest value; on
     AVX2 two blocks of a superblock by that of both, on AVX-512 by as many 127ths of the superblock's largest as hold
-    the block's. Kinds of 4 and 5 bits that have no superblocks, but Q4_1, meet 8 bits on AVX2, IQ4 on AVX-512 with
-    VNNI, and 8 more of blocks whose largest value is 1.5 times the mean of all. skip: how much of the first superblock
-    isn't there."""
+    the block's. Kinds of 4 and 5 bits that have no superblocks, but Q4_1, meet 8 bits on AVX2 and on AVX-512 with
+    VNNI, IQ4 on the latter alone, and 8 more of blocks whose largest value is 1.5 times the mean of all. skip: how much
+    of the first superblock isn't there."""
     twice = rounded_twice(kind, isa)
     most = torch.tensor(127.0 if KINDS[kind].by_bytes or twice else 16383.0)  # a number / a tensor is rounded twice
     blocks = x.reshape(len(x), -1, 32)
@@ -135,9 +135,10 @@ def met(x: Tensor, kind: str, isa: str, skip: int = 0) -> Tensor:
 
 
 def rounded_twice(kind: str, isa: str) -> bool:
+    few_bits, levels = kind in ("q4_0", "q5_0", "q5_1"), kind in ("iq4_nl", "iq4_xs")
     if isa == "generic":
-        return host_has("avx2") and kind in ("q4_0", "q5_0", "q5_1")
-    return has_vnni(target_for("float32", isa)) and kind in ("iq4_nl", "iq4_xs")
+        return host_has("avx2") and few_bits
+    return has_vnni(target_for("float32", isa)) and (few_bits or levels)
 
 
 def exactness(kind: str, isa: str) -> float:
