@@ -26,8 +26,9 @@ from planaria.kernels.cpu.rounded import has_vnni, host_has
 from planaria.kernels.ops import Batch, Quantized
 from tests.model.tensors import CpuOps, dequantise, random_blocks
 
-ISAS = ["avx512_bf16", "avx512", "generic"]
-FLAVOURS = [(dtype, isa) for dtype in ("bfloat16", "float32") for isa in ISAS]
+ISAS = ["amx", "avx512_bf16", "avx512", "generic"]
+FLAVOURS = [(dtype, isa) for dtype in ("bfloat16", "float32") for isa in ISAS[1:]]
+FLAVOURS.append(("bfloat16", "amx"))  # whose float32 is that of avx512_bf16
 EACH_KIND = [  # by each instruction set, in one of both dtypes
     pytest.param(flavour, kind, marks=() if (i + j) % 2 else pytest.mark.long, id="-".join((*flavour, kind)))
     for i, kind in enumerate(KINDS)

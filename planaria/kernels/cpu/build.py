@@ -25,7 +25,7 @@ import numpy.typing as npt
 from planaria import env
 from planaria.kernels import objects
 from planaria.kernels.blocks import KINDS
-from planaria.kernels.cpu import fields, layout
+from planaria.kernels.cpu import amx, fields, layout, micro
 from planaria.kernels.cpu.fields import Operation
 from planaria.kernels.cpu.target import ISAS, Target
 from planaria.kernels.objects import CodeMachine, initialise, object_file
@@ -33,7 +33,7 @@ from planaria.kernels.objects import CodeMachine, initialise, object_file
 # The interpreter, in reading order.
 PROGRAM = ("collective", "threads", "striped", "products", "grouped", "lora", "mla", "program")
 SOURCES = (
-    *PROGRAM, "../blocks", "../objects", "activations", "build", "codes", "compiler", "emit", "expert_kernels",
+    *PROGRAM, "../blocks", "../objects", "activations", "amx", "build", "codes", "compiler", "emit", "expert_kernels",
     "fields", "layout", "micro", "mla_values", "native", "packed", "rounded", "superblocks", "target", "twofold",
     "unpack", "vector",
 )  # fmt: skip
@@ -59,14 +59,15 @@ def host_isa() -> str:
     has = initialise().get_host_cpu_features()
     wide = all(has.get(name) for name in ("avx512f", "avx512bw", "avx512vl", "avx512dq"))
     if wide and has.get("avx512bf16"):
-        return "avx512_bf16"
+        tiled = has.get("amx-tile") and has.get("amx-bf16") and amx.allowed()
+        return "amx" if tiled else "avx512_bf16"
     return "avx512" if wide else "generic"
 
 
 def _machine(target: Target) -> CodeMachine:
     cpu = ""
     if target.isa != host_isa() and "x86" in initialise().get_process_triple():
-        cpu = {"avx512": "x86-64-v4", "generic": "x86-64-v3"}[target.isa]
+        cpu = {"avx512_bf16": "cooperlake", "avx512": "x86-64-v4", "generic": "x86-64-v3"}[target.isa]
     return CodeMachine(cpu)
 
 
@@ -113,10 +114,11 @@ def _text(target: Target, kind: str) -> str:
         return kind_module(target, KINDS[kind])
     from planaria.kernels.cpu.activations import activation_module
     from planaria.kernels.cpu.expert_kernels import expert_module
-    from planaria.kernels.cpu.micro import DECLARATIONS, matrix_module
+    from planaria.kernels.cpu.micro import DECLARATIONS
     from planaria.kernels.cpu.mla_values import mla_module
     from planaria.kernels.cpu.vector import vector_module
 
+    matrix_module = (amx if target.tiled else micro).matrix_module
     modules = (matrix_module, vector_module, activation_module, expert_module, mla_module, _program)
     return "\n".join([DECLARATIONS, *(module(target) for module in modules)])
 

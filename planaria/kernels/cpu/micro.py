@@ -139,13 +139,14 @@ class Elements:
         return self._widen(self.f.load_some(pointer, mask, "i16"))
 
 
-def dispatcher(name: str, args: Sequence[str], selector: str, cases: dict[int, str]) -> str:
+def dispatcher(name: str, args: Sequence[str], selector: str, cases: dict[int, str], bits: int = 0) -> str:
     """A function that calls one of the cases (each the last function of its IR) by the value of its argument
-    `selector`, which the cases get as well."""
+    `selector`, or of so many of its lowest bits; the cases get all of it as well."""
     f = Function(name, args)
     passed = ", ".join(f"i64 %{a}" for a in args)
     table = " ".join(f"i64 {key}, label %c{key}" for key in cases)
-    f.do(f"switch i64 %{selector}, label %none [ {table} ]")
+    chosen = f.op(f"and i64 %{selector}, {(1 << bits) - 1}") if bits else f"%{selector}"
+    f.do(f"switch i64 {chosen}, label %none [ {table} ]")
     for key, callee in cases.items():
         f.start(f"c{key}")
         f.do(f"tail call void @{callee.rpartition('define void @')[2].partition('(')[0]}({passed})")
@@ -346,5 +347,6 @@ def matrix_module(target: Target) -> str:
         dispatcher("pl_tile", TILE_ARGS, "rows", tiles),
         dispatcher("pl_row_tile", TILE_ARGS, "rows", row_tiles or tiles),
         dispatcher("pl_values", VALUE_ARGS, "rows", sums), dispatcher("pl_settle", SETTLE_ARGS, "panels", settles),
+        Function("pl_configure", ("rows",)).end(),
     ]  # fmt: skip
     return "\n".join(parts)

@@ -86,6 +86,10 @@ def row_tile(
     """The same, of rows that are widened where the target does that."""
 
 
+def configure(rows: int) -> None:
+    """This thread's tiles have so many rows from now on, on targets that are told (amx.configure); 0: none."""
+
+
 def widen(src: int, dst: int, count: int) -> None:
     """`count` elements of the activation dtype, a multiple of 16, to float32."""
 

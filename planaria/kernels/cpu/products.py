@@ -14,6 +14,12 @@ from planaria.kernels.cpu.striped import held
 from planaria.kernels.cpu.threads import bring, grab, scratch
 
 
+def tall(rows: int) -> int:
+    """Rows of each tile, where these are equally high."""
+    count = max(1, (rows + TARGET.tile_rows - 1) // TARGET.tile_rows)
+    return (rows + count - 1) // count
+
+
 def tiles(
     c: int, rows: int, x: int, ldx: int, steps: int, pointers: int, panels: int, most: int, out: int, ldo: int,
     mode: int, plan: int,
@@ -21,9 +27,19 @@ def tiles(
     """Rows x dense panels, whose addresses are at `pointers`, `most` of them at a time; nothing is added. plan: 0, or
     where rows are as `row_tile` takes them, its plan."""
     wide = 16 * (TARGET.item if mode == STORE_ACT else 4)
-    panel = 0
+    panel, high = 0, tall(rows)
+    native.configure(high)
     while panel < panels:
         some = most if panels - panel >= most else 1
+        if TARGET.tiled:
+            for begin in range(0, rows, high):
+                r = min(begin, rows - high)
+                native.tile(
+                    ((begin - r) * 32 + high) * 4 + some, x + r * ldx, ldx, pointers + 8 * panel, steps,
+                    out + r * ldo + panel * wide, ldo, mode, get(c, layout.ZEROS), get(c, layout.ZEROS),
+                )  # fmt: skip
+            panel += some
+            continue
         for r in range(0, rows, TARGET.tile_rows):
             select, at = min(TARGET.tile_rows, rows - r) * 4 + some, out + r * ldo + panel * wide
             if plan and TARGET.widens:
@@ -115,6 +131,9 @@ def product(
         ldx = 8 * length
         x = own_rows(row, mine)
     n = last - first
+    high = tall(n)
+    if kernels == 0:
+        native.configure(high)
     wide = 16 * (TARGET.item if mode == STORE_ACT else 4)
     while panel < end:
         w, bias = row.w + panel * stride, row.bias + panel * 64
@@ -137,7 +156,10 @@ def product(
             tiles = (n + TARGET.tile_rows - 1) // TARGET.tile_rows
             for turn in range(tiles):
                 r = n * turn // tiles
-                rows = n * (turn + 1) // tiles - r
+                rows, skip = n * (turn + 1) // tiles - r, 0
+                if TARGET.tiled:
+                    r = min(turn * high, n - high)
+                    rows, skip = high, turn * high - r
                 # while these panels are used the next come into the cache: a part with each of the first tiles, or
                 # with each one; a single tile of one panel asks for what it reads itself
                 put(mine + layout.PLAN, 3, 0)
@@ -154,7 +176,7 @@ def product(
                 if panels > 1 and n <= layout.WHOLE_ROWS:
                     put(mine + layout.PLAN, 3, 8 * foresee(c, row, mine, length >> 1))
                 native.row_tile(
-                    rows * 4 + panels, x + r * ldx, ldx, mine + layout.POINTERS, length, out + r * ldo, ldo, mode, bias,
+                    (skip * 32 + rows) * 4 + panels, x + r * ldx, ldx, mine + layout.POINTERS, length, out + r * ldo, ldo, mode, bias,
                     mine + layout.PLAN,
                 )  # fmt: skip
         panel += panels

@@ -23,7 +23,7 @@ from planaria.kernels.cpu.native import (
     put32,
     relax,
 )
-from planaria.kernels.cpu.products import tiles
+from planaria.kernels.cpu.products import tall, tiles
 from planaria.kernels.cpu.striped import held
 from planaria.kernels.cpu.threads import (
     barrier,
@@ -237,9 +237,13 @@ def sum_values(dim: int, rows: int, p: int, vp: int, chunks: int, o: int, state:
         panels = TARGET.value_panels if all_panels - v >= TARGET.value_panels else 1
         r = 0
         while r < rows:
-            some = min(TARGET.value_rows, rows - r)
+            some, skip = min(TARGET.value_rows, rows - r), 0
+            if TARGET.tiled:  # as `tiles` has it configured
+                some = tall(rows)
+                skip = max(0, r + some - rows)
+                r -= skip
             native.values(
-                some * 8 + panels, panels, p + r * wide, wide, vp, chunks,
+                (skip * 32 + some) * 8 + panels, panels, p + r * wide, wide, vp, chunks,
                 v * 256 * item, o + (r * dim + 16 * v) * 4, dim * 4, state + 16 * r,
             )  # fmt: skip
             r += some
@@ -291,6 +295,7 @@ def execute(c: int, tid: int) -> None:
         if atomic_get(c, layout.OVER) == 0:
             operate(c, tape + i * fields.ROW_WORDS * 8, tid, tickets + i * layout.TICKET_BYTES)
         barrier(c)
+    native.configure(0)
 
 
 def lead(c: int, tid: int) -> None:

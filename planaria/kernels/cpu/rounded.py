@@ -51,7 +51,7 @@ def host_has(feature: str) -> bool:
 def has_vnni(target: Target) -> bool:
     """Whether bytes are multiplied and added up by one instruction. CPUs of avx512_bf16 have it; "avx512" may be chosen
     on them, without."""
-    bfloat = target.isa == "avx512_bf16"
+    bfloat = target.isa in ("amx", "avx512_bf16")
     return bfloat or (target.wide and host_has("avx512vnni") and not host_has("avx512bf16"))
 
 

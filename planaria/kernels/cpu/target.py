@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ISAS = ("avx512_bf16", "avx512", "generic")
+ISAS = ("amx", "avx512_bf16", "avx512", "generic")
 
 
 @dataclass(frozen=True)
 class Target:
     """One flavour of the kernels: activation dtype and instruction level.
 
-    avx512_bf16: dot products of bfloat16 pairs in hardware. avx512: float32 arithmetic on 32 wide registers.
+    amx: products of tiles of bfloat16 in hardware (amx.py); all else is avx512_bf16's. avx512_bf16: dot products of pairs. avx512: float32 arithmetic on 32 wide registers.
     generic: the same in plain vector IR, which LLVM lowers to whatever the CPU has (AVX2, NEON).
     """
 
@@ -30,7 +30,12 @@ class Target:
 
     @property
     def native(self) -> bool:
-        return self.dtype == "bfloat16" and self.isa == "avx512_bf16"
+        return self.dtype == "bfloat16" and self.isa in ("amx", "avx512_bf16")
+
+    @property
+    def tiled(self) -> bool:
+        """Whether dense products, keys and values are multiplied by AMX."""
+        return self.dtype == "bfloat16" and self.isa == "amx"
 
     @property
     def widens(self) -> bool:
@@ -51,7 +56,7 @@ class Target:
     def tile_rows(self) -> int:
         """As many as the registers hold beside a step of weights, which in bfloat16 is widened there."""
         if self.wide:
-            return 8
+            return 16 if self.tiled else 8
         return 5 if self.widens else 6
 
     @property
@@ -60,11 +65,11 @@ class Target:
 
     @property
     def value_rows(self) -> int:
-        return 6 if self.wide else 4
+        return 16 if self.tiled else 6 if self.wide else 4
 
     @property
     def value_panels(self) -> int:
-        return 4 if self.wide else 1
+        return 2 if self.tiled else 4 if self.wide else 1
 
     # of keys summed up as values: a step is one column, or two
     @property
