@@ -49,7 +49,7 @@ def allowed() -> bool:
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return False
     arch_prctl = 158
-    return ctypes.CDLL(None).syscall(arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0)
 
 
 def _configuration(rows: int) -> bytes:
@@ -70,6 +70,7 @@ def configure() -> str:
         place = f.shl(f.add("%rows", -1), 6)
         f.do(f"call void @llvm.x86.ldtilecfg(ptr {f.at('@pl_configurations', place)})")
         f.ret()
+        f.start(f.label())
 
     f.when(f.op("icmp ne i64 %rows, 0"), load)
     f.do("call void @llvm.x86.tilerelease()")
@@ -106,8 +107,8 @@ def _height(f: Function, select: str, panel_bits: int) -> tuple[str, str]:
 
 
 def tile(target: Target, panels: int) -> str:
-    """As micro.tile, of rows as configured; of them the first `skip` aren't written: select = (skip * 32 + rows) * 4 +
-    panels."""
+    """As micro.tile, of rows as configured: select = (skip * 32 + rows) * 4 + panels. bias 0: sums of all rows go to
+    out as they are, whatever the mode; else the first `skip` rows aren't written."""
     f = Function(f"pl_tile_{panels}", TILE_ARGS)
     room, (skip, rows), table, x = _room(f), _height(f, "%rows", 2), f.ptr("%wp"), f.ptr("%x")
     weights = [f.load("ptr", f.at(table, 8 * v), 8) for v in range(panels)]
@@ -147,8 +148,17 @@ def tile(target: Target, panels: int) -> str:
             _multiply(f, SUMS[v], SHORT_ROWS, SHORT_WEIGHTS)
 
     f.when(f.op(f"icmp ne i64 {f.op('and i64 %steps, 8')}, 0"), rest)
+
+    def as_they_are() -> None:
+        for v in range(panels):
+            f.do(f"call void @llvm.x86.tilestored64(i8 {SUMS[v]}, ptr {f.at(out, 64 * v)}, i64 %ldo)")
+        f.ret()
+        f.start(f.label())
+
+    out = f.ptr("%out")
+    f.when(f.op("icmp eq i64 %bias, 0"), as_they_are)
     _stored(f, room, panels)
-    shifts, out = bias_of(f, "%bias", panels), f.ptr("%out")
+    shifts = bias_of(f, "%bias", panels)
 
     def write(how: int) -> None:
         def row(r: str, _: list[str]) -> list[str]:
@@ -196,8 +206,9 @@ def values(panels: int) -> str:
 
 def matrix_module(target: Target) -> str:
     """As micro.matrix_module."""
-    tiles, sums = {v: tile(target, v) for v in (1, target.tile_panels)}, {v: values(v) for v in (1, target.value_panels)}
-    settles = {v: settle(target, v) for v in (1, target.tile_panels)}
+    widths, value_widths = (1, target.tile_panels), (1, target.value_panels)
+    tiles, sums = {v: tile(target, v) for v in widths}, {v: values(v) for v in value_widths}
+    settles = {v: settle(target, v) for v in widths}
     return "\n".join([
         DECLARATIONS, configure(), *tiles.values(), *sums.values(), *settles.values(),
         dispatcher("pl_tile", TILE_ARGS, "rows", tiles, 2), dispatcher("pl_row_tile", TILE_ARGS, "rows", tiles, 2),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from planaria.kernels.cpu import fields, layout, native, packed
 from planaria.kernels.cpu.fields import AttendOp
-from planaria.kernels.cpu.micro import STORE_ACT, STREAM_AHEAD
+from planaria.kernels.cpu.micro import STORE_ACT, STORE_F32, STREAM_AHEAD
 from planaria.kernels.cpu.native import TARGET, get, get32, invoke, put
 from planaria.kernels.cpu.striped import held
 from planaria.kernels.cpu.threads import bring, grab, scratch
@@ -33,10 +33,12 @@ def tiles(
         some = most if panels - panel >= most else 1
         if TARGET.tiled:
             for begin in range(0, rows, high):
-                r = min(begin, rows - high)
+                r, bias = min(begin, rows - high), get(c, layout.ZEROS)
+                if mode == STORE_F32:  # rows that are done twice are the same
+                    bias = 0
                 native.tile(
                     ((begin - r) * 32 + high) * 4 + some, x + r * ldx, ldx, pointers + 8 * panel, steps,
-                    out + r * ldo + panel * wide, ldo, mode, get(c, layout.ZEROS), get(c, layout.ZEROS),
+                    out + r * ldo + panel * wide, ldo, mode, bias, get(c, layout.ZEROS),
                 )  # fmt: skip
             panel += some
             continue
@@ -176,8 +178,8 @@ def product(
                 if panels > 1 and n <= layout.WHOLE_ROWS:
                     put(mine + layout.PLAN, 3, 8 * foresee(c, row, mine, length >> 1))
                 native.row_tile(
-                    (skip * 32 + rows) * 4 + panels, x + r * ldx, ldx, mine + layout.POINTERS, length, out + r * ldo, ldo, mode, bias,
-                    mine + layout.PLAN,
+                    (skip * 32 + rows) * 4 + panels, x + r * ldx, ldx, mine + layout.POINTERS, length,
+                    out + r * ldo, ldo, mode, bias, mine + layout.PLAN,
                 )  # fmt: skip
         panel += panels
         out += panels * wide

@@ -11,8 +11,9 @@ ISAS = ("amx", "avx512_bf16", "avx512", "generic")
 class Target:
     """One flavour of the kernels: activation dtype and instruction level.
 
-    amx: products of tiles of bfloat16 in hardware (amx.py); all else is avx512_bf16's. avx512_bf16: dot products of pairs. avx512: float32 arithmetic on 32 wide registers.
-    generic: the same in plain vector IR, which LLVM lowers to whatever the CPU has (AVX2, NEON).
+    amx: products of tiles of bfloat16 in hardware (amx.py); all else is as avx512_bf16. avx512_bf16: dot products of
+    bfloat16 pairs in hardware. avx512: float32 arithmetic on 32 wide registers. generic: the same in plain vector IR,
+    which LLVM lowers to whatever the CPU has (AVX2, NEON).
     """
 
     dtype: str  # bfloat16 | float32
