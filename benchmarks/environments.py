@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,12 @@ REQUIREMENTS = {
     "transformers": ["torch==2.13.0", "transformers>=5,<6", "accelerate"],
     "planaria": ["-c", str(ROOT / "constraints.txt"), str(ROOT)],  # without the demo's model, as peers come without one
 }
+# llama.cpp compiled by GCC 12 for a CPU with AMX ends at its first prompt, by an illegal instruction: of the numbers that
+# say what tiles are, the compiler leaves some out. Compiled by clang its AMX products are slower than those without.
+WITHOUT_AMX = ["-DGGML_NATIVE=OFF"] + [
+    f"-DGGML_{part}=ON"
+    for part in ("AVX2", "FMA", "F16C", "BMI2", "AVX512", "AVX512_VBMI", "AVX512_VNNI", "AVX512_BF16", "AVX_VNNI")
+]
 UNFIT = ("torchvision", "torchaudio", "torchcodec")
 TCMALLOC = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4")
 TOOLS = ("pip", "setuptools", "wheel")  # not an engine's
@@ -40,7 +47,10 @@ def make(kind: str, folder: Path) -> Path:
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     python = folder / "bin" / "python"
     pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", *REQUIREMENTS[kind]], check=True)
+    variables = dict(os.environ)
+    if kind == "llama-cpp" and " amx_tile " in Path("/proc/cpuinfo").read_text():
+        variables.setdefault("CMAKE_ARGS", " ".join(WITHOUT_AMX))
+    subprocess.run([*pip, "install", *REQUIREMENTS[kind]], check=True, env=variables)
     if kind == "vllm":
         subprocess.run([*pip, "uninstall", "--yes", *UNFIT], check=True)
         write_vllm_stub(python)

@@ -21,9 +21,19 @@ def exp(f: Function, x: str) -> str:
     low, high = f.const_f32(-87.0), f.const_f32(88.0)
     under = f.op(f"fcmp olt {F32} {x}, {low}")
     over = f.op(f"fcmp ogt {F32} {x}, {high}")
-    c = f.select(under, low, x)
-    c = f.select(over, high, c)
-    magic = f.const_f32(ROUNDING)
+    result = _exp(f, f.select(over, high, f.select(under, low, x)))
+    return f.op(f"select <16 x i1> {under}, {F32} zeroinitializer, {F32} {result}")
+
+
+def exp_of_less(f: Function, x: str) -> str:
+    """The same of what is at most 0, but for rounding; e^-87 below -87, which is nothing beside the 1 of a softmax."""
+    low = f.const_f32(-87.0)
+    return _exp(f, f.select(f.op(f"fcmp olt {F32} {x}, {low}"), low, x))
+
+
+def _exp(f: Function, c: str) -> str:
+    """Of -87 to 88. What is rounded has the exponent of 2^n in its lowest bits."""
+    magic = f.const_f32(ROUNDING + 127.0)
     shifted = f.fma(c, f.const_f32(1.4426950408889634), magic)
     n = f.vec("fsub", shifted, magic)
     r = f.fma(n, f.const_f32(-0.693359375), c)
@@ -32,10 +42,8 @@ def exp(f: Function, x: str) -> str:
     for c_k in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
         p = f.fma(p, r, f.const_f32(c_k))
     p = f.fma(p, f.vec("fmul", r, r), f.vec("fadd", r, f.const_f32(1.0)))
-    bits = f.op(f"bitcast {F32} {shifted} to {I32}")
-    power = f.op(f"shl {I32} {f.op(f'add {I32} {bits}, {f.const_i32(127)}')}, {f.const_i32(23)}")
-    result = f.vec("fmul", p, f.op(f"bitcast {I32} {power} to {F32}"))
-    return f.op(f"select <16 x i1> {under}, {F32} zeroinitializer, {F32} {result}")
+    power = f.op(f"shl {I32} {f.op(f'bitcast {F32} {shifted} to {I32}')}, {f.const_i32(23)}")
+    return f.vec("fmul", p, f.op(f"bitcast {I32} {power} to {F32}"))
 
 
 def one_and_exp(f: Function, x: str) -> str:
@@ -112,12 +120,24 @@ def softmax(target: Target) -> str:
         over = f.op(f"icmp sge {I32} {index}, {lo}")
         return f.op(f"and <16 x i1> {over}, {f.op(f'icmp slt {I32} {index}, {hi}')}")
 
-    def largest(i: str, acc: list[str]) -> list[str]:
-        v = f.select(valid(i), f.floats(s, i), lowest)
-        more = f.op(f"fcmp ogt {F32} {v}, {acc[0]}")
-        return [f.select(more, v, acc[0])]
+    # vectors between these count as they are
+    begin = f.op(f"and i64 {f.add('%lo', 15)}, -16")
+    begin = f.op(f"call i64 @llvm.smin.i64(i64 {begin}, i64 %padded)")
+    end = f.op(f"call i64 @llvm.smax.i64(i64 {f.op('and i64 %hi, -16')}, i64 {begin})")
 
-    top = f.loop(0, "%padded", 16, [(F32, lowest)], largest)[0]
+    def over_keys(first: str, body: Callable[[str, str, bool], str]) -> str:
+        """body: of a vector's place, what was found before, and whether only some lanes count."""
+        found = first
+        for a, b, some in (("0", begin, True), (begin, end, False), (end, "%padded", True)):
+            found = f.loop(a, b, 16, [(F32, found)], lambda i, acc, some=some: [body(i, acc[0], some)])[0]
+        return found
+
+    def larger(i: str, before: str, some: bool) -> str:
+        v = f.floats(s, i)
+        v = f.select(valid(i), v, lowest) if some else v
+        return f.select(f.op(f"fcmp ogt {F32} {v}, {before}"), v, before)
+
+    top = over_keys(lowest, larger)
     top_one = f.op(f"call nnan float @llvm.vector.reduce.fmax.v16f32({F32} {top})")
     m_tile = f.op(f"fmul float {top_one}, {factor}")
     above = f.op(f"fcmp ogt float {m_tile}, {literal(LOWEST)}")
@@ -125,17 +145,17 @@ def softmax(target: Target) -> str:
     minus = f.splat("float", f.op(f"fneg float {m_tile}"))
     factors = f.splat("float", factor)
 
-    def weigh(i: str, acc: list[str]) -> list[str]:
+    def weigh(i: str, before: str, some: bool) -> str:
         v = f.fma(f.floats(s, i), factors, minus)
-        e = f.select(valid(i), exp(f, v))
+        e = exp_of_less(f, v)
+        e = f.select(valid(i), e) if some else e
         if target.row_item == 4:
             f.put_floats(e, p, i)
         else:
             act.store(e, act.place(p, i))
-        return [f.vec("fadd", acc[0], e)]
+        return f.vec("fadd", before, e)
 
-    sums = f.loop(0, "%padded", 16, [(F32, "zeroinitializer")], weigh)[0]
-    l_tile = total(f, sums)
+    l_tile = total(f, over_keys("zeroinitializer", weigh))
     m_old, l_old = f.load("float", state, 4), f.load("float", f.at(state, 4), 4)
     more = f.op(f"fcmp ogt float {m_tile}, {m_old}")
     m_new = f.op(f"select i1 {more}, float {m_tile}, float {m_old}")
