@@ -29,8 +29,8 @@ REQUIREMENTS = {
     "transformers": ["torch==2.13.0", "transformers>=5,<6", "accelerate"],
     "planaria": ["-c", str(ROOT / "constraints.txt"), str(ROOT)],  # without the demo's model, as peers come without one
 }
-# llama.cpp compiled by GCC 12 for a CPU with AMX ends at its first prompt, by an illegal instruction: of the numbers that
-# say what tiles are, the compiler leaves some out. Compiled by clang its AMX products are slower than those without.
+# llama.cpp compiled by GCC 12 for a CPU with AMX ends at its first prompt, by an illegal instruction: of the numbers
+# that say what tiles are the compiler leaves some out. Compiled by clang, AMX makes its products slower.
 WITHOUT_AMX = ["-DGGML_NATIVE=OFF"] + [
     f"-DGGML_{part}=ON"
     for part in ("AVX2", "FMA", "F16C", "BMI2", "AVX512", "AVX512_VBMI", "AVX512_VNNI", "AVX512_BF16", "AVX_VNNI")
