@@ -129,7 +129,11 @@ def softmax(target: Target) -> str:
         """body: of a vector's place, what was found before, and whether only some lanes count."""
         found = first
         for a, b, some in (("0", begin, True), (begin, end, False), (end, "%padded", True)):
-            found = f.loop(a, b, 16, [(F32, found)], lambda i, acc, some=some: [body(i, acc[0], some)])[0]
+
+            def one(i: str, before: list[str], some: bool = some) -> list[str]:
+                return [body(i, before[0], some)]
+
+            found = f.loop(a, b, 16, [(F32, found)], one)[0]
         return found
 
     def larger(i: str, before: str, some: bool) -> str:
