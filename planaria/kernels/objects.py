@@ -18,6 +18,9 @@ from typing import Any
 
 from planaria import cache
 
+# On most of Intel's CPUs LLVM would make two instructions of vpdpwssd, which is shorter where each waits for the last;
+# here many sums are added up beside each other, and what counts is how many instructions there are
+ONE_INSTRUCTION = "+fast-dpwssd"
 UNUSED = 30 * 86400.0  # seconds without a use after which an object may go
 
 
@@ -38,6 +41,8 @@ class CodeMachine:
         if not cpu:
             cpu, features = self.binding.get_host_cpu_name(), self.binding.get_host_cpu_features().flatten()
         self.triple = self.binding.get_process_triple()
+        if "x86" in self.triple:
+            features = f"{features},{ONE_INSTRUCTION}".strip(",")
         self._machine = self.binding.Target.from_triple(self.triple).create_target_machine(
             cpu=cpu, features=features, opt=3, reloc="default", codemodel="jitdefault", jit=True
         )
