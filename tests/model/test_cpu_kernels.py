@@ -19,7 +19,7 @@ from torch import Tensor
 from planaria.errors import ConfigError
 from planaria.kernels import objects
 from planaria.kernels.blocks import KINDS
-from planaria.kernels.cpu import build
+from planaria.kernels.cpu import amx, build
 from planaria.kernels.cpu.build import host_isa, target_for
 from planaria.kernels.cpu.compiler import Module
 from planaria.kernels.cpu.rounded import has_vnni, host_has
@@ -174,8 +174,9 @@ def test_linear(ops: CpuOps, rows: int, n: int, k: int) -> None:
     close(x.run(lambda o, h: o.linear(h, ops.pack(w, bias))), want + bias, ops.dtype)
 
 
-def test_linear_adds_to_the_residual_in_float32(ops: CpuOps) -> None:
-    x = Rows(ops, rand(11, 48))
+@pytest.mark.parametrize("rows", [11, 17, 50])
+def test_linear_adds_to_the_residual_in_float32(ops: CpuOps, rows: int) -> None:
+    x = Rows(ops, rand(rows, 48))
     w = ops.pack(rand(48, 48, seed=1) / 7)
 
     def forward(o: Any) -> Any:
@@ -186,6 +187,21 @@ def test_linear_adds_to_the_residual_in_float32(ops: CpuOps) -> None:
     want = x.x + x.normed() @ rounded(rand(48, 48, seed=1) / 7, ops.dtype).T
     assert got.dtype == torch.float32
     assert float((got - want).abs().max()) < 3e-5
+
+
+def test_tiles_are_taken_where_the_system_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(amx, "allowed", lambda: False)
+    assert host_isa() != "amx"
+
+
+def test_torch_in_the_same_thread_has_its_own_tiles(native: CpuOps) -> None:
+    x, other = Rows(native, rand(40, 64)), torch.nn.Linear(64, 80, dtype=torch.bfloat16)
+    packed, seen = native.pack(rand(80, 64, seed=1) / 8), rand(40, 64).bfloat16()
+    with torch.no_grad():
+        want, mine = other(seen), x.run(lambda o, h: o.linear(h, packed))
+        for _ in range(3):
+            assert torch.equal(x.run(lambda o, h: o.linear(h, packed)), mine)
+            assert torch.equal(other(seen), want)
 
 
 def test_logits_of_taken_rows(ops: CpuOps) -> None:
