@@ -19,12 +19,9 @@ from planaria.kernels.cpu.micro import (
     STREAM_AHEAD,
     TILE_ARGS,
     VALUE_ARGS,
-    bias_of,
     dispatcher,
-    in_mode,
     prefetch,
     settle,
-    write_row,
 )
 from planaria.kernels.cpu.target import Target
 
@@ -106,7 +103,7 @@ def _height(f: Function, select: str, panel_bits: int) -> tuple[str, str]:
     return f.op(f"lshr i64 {high}, 5"), f.op(f"and i64 {high}, 31")
 
 
-def tile(target: Target, panels: int) -> str:
+def tile(panels: int) -> str:
     """As micro.tile, of rows as configured: select = (skip * 32 + rows) * 4 + panels. bias 0: sums of all rows go to
     out as they are, whatever the mode; else the first `skip` rows aren't written."""
     f = Function(f"pl_tile_{panels}", TILE_ARGS)
@@ -158,18 +155,11 @@ def tile(target: Target, panels: int) -> str:
     out = f.ptr("%out")
     f.when(f.op("icmp eq i64 %bias, 0"), as_they_are)
     _stored(f, room, panels)
-    shifts = bias_of(f, "%bias", panels)
-
-    def write(how: int) -> None:
-        def row(r: str, _: list[str]) -> list[str]:
-            at = f.at(room, f.mul(r, 64 * panels))
-            values = [f.vec("fadd", f.load(F32, f.at(at, 64 * v), 64), shift) for v, shift in enumerate(shifts)]
-            write_row(f, target, how, values, f.at(out, f.mul(r, "%ldo")))
-            return []
-
-        f.loop(skip, rows, 1, [], row)
-
-    in_mode(f, "%mode", write)
+    places = (
+        f.op(f"ptrtoint ptr {f.at(room, f.mul(skip, 64 * panels))} to i64"), f.add("%out", f.mul(skip, "%ldo")),
+    )  # fmt: skip
+    args = (str(panels), f.op(f"sub i64 {rows}, {skip}"), *places, "%ldo", "%mode", "%bias")
+    f.do(f"call void @pl_settle_{panels}({', '.join(f'i64 {a}' for a in args)})")
     return f.end()
 
 
@@ -207,7 +197,7 @@ def values(panels: int) -> str:
 def matrix_module(target: Target) -> str:
     """As micro.matrix_module."""
     widths, value_widths = (1, target.tile_panels), (1, target.value_panels)
-    tiles, sums = {v: tile(target, v) for v in widths}, {v: values(v) for v in value_widths}
+    tiles, sums = {v: tile(v) for v in widths}, {v: values(v) for v in value_widths}
     settles = {v: settle(target, v) for v in widths}
     return "\n".join([
         DECLARATIONS, configure(), *tiles.values(), *sums.values(), *settles.values(),
